@@ -1,0 +1,199 @@
+"""The engine's side, inside the engine's actor: hands requests to every rank, pauses around apply.
+
+Three kinds of target: an nn.Module in this process, a vllm.LLM, a vllm.AsyncLLM. Which one it is, is seen from what
+it offers; vllm is not imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from weightsync import messages as m
+from weightsync.config import SyncConfig
+from weightsync.engines.torch_module import TorchModuleAdapter
+from weightsync.errors import ConfigError, EngineStateError, ErrorInfo
+from weightsync.messages import decode_reply, decode_request, encode
+from weightsync.ray_actors.side import Locator, Side, locate
+from weightsync.receiver import ReceiverRank
+
+EXTENSION = "weightsync.ray_actors.vllm_worker.WeightSyncWorkerExtension"
+
+
+def make_engine_side(actor: Any, target: Locator, index: int) -> Side:
+    """The side that fits what *target* names.
+
+    Raises:
+        ConfigError: it is no engine that weightsync knows.
+    """
+    engine = locate(actor, target, key="target")
+    if isinstance(engine, torch.nn.Module):
+        return ModuleSide(engine)
+    if asyncio.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
+        return AsyncVllmSide(engine)
+    if hasattr(engine, "collective_rpc"):
+        return VllmSide(engine)
+    raise ConfigError(
+        f"target: a {type(engine).__name__} is no engine; expected a torch.nn.Module, a vllm.LLM or a vllm AsyncLLM",
+        key="target",
+    )
+
+
+class ModuleSide:
+    """A module in this process: one rank."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._rank = ReceiverRank(TorchModuleAdapter(module))
+        self._pause = _Pause()
+
+    def call(self, payload: bytes) -> list[bytes] | None:
+        request = decode_request(payload)
+        self._pause.before(request)
+        reply = self._rank.handle(request)
+        return [encode(self._pause.after(request, reply))]
+
+    def result(self) -> list[bytes] | None:
+        raise AssertionError("a module answers at once")
+
+
+class VllmSide:
+    """A vllm.LLM: nothing generates while a call runs, so that is the pause."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._flush = False
+        self._pause = _Pause()
+
+    def call(self, payload: bytes) -> list[bytes] | None:
+        request = decode_request(payload)
+        if isinstance(request, m.OpenReceiver):
+            self._flush = "flush_prefix_cache" in request.config.on_commit
+        self._pause.before(request)
+        replies = _replies(lambda: self._llm.collective_rpc("weightsync_handle", args=(payload,)))
+        # In the call that applied: no request can come between new weights and old cache.
+        if self._flush and _has_applied(request, replies) and not self._llm.reset_prefix_cache():
+            replies = [_refused_flush()]
+        return [encode(self._pause.after(request, reply)) for reply in replies]
+
+    def result(self) -> list[bytes] | None:
+        raise AssertionError("an LLM answers at once")
+
+
+class AsyncVllmSide:
+    """A vllm AsyncLLM: it generates during transfers and is paused from apply to commit.
+
+    An async actor runs these calls on its event loop, which must not wait; each starts a task and the answer is
+    fetched with `result`. From a thread the engine's own loop is used.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._config = SyncConfig()
+        self._pause = _Pause()
+        self._paused = False
+        self._pending: asyncio.Task[list[bytes]] | Future[list[bytes]] | None = None
+
+    def call(self, payload: bytes) -> list[bytes] | None:
+        try:
+            self._pending = asyncio.get_running_loop().create_task(self._answer(payload))
+        except RuntimeError:  # no loop in this thread
+            self._pending = asyncio.run_coroutine_threadsafe(self._answer(payload), self._engine_loop())
+        return None
+
+    def result(self) -> list[bytes] | None:
+        assert self._pending is not None, "result before call"
+        if not self._pending.done():
+            return None
+        pending, self._pending = self._pending, None
+        return pending.result()
+
+    def _engine_loop(self) -> asyncio.AbstractEventLoop:
+        handler = getattr(self._llm, "output_handler", None)
+        if handler is None:
+            raise EngineStateError(
+                "an AsyncLLM in an actor without async methods has no event loop yet; make the actor async, or let it "
+                "serve one request first"
+            )
+        loop: asyncio.AbstractEventLoop = handler.get_loop()
+        return loop
+
+    async def _answer(self, payload: bytes) -> list[bytes]:
+        request = decode_request(payload)
+        if isinstance(request, m.OpenReceiver):
+            self._config = request.config
+        self._pause.before(request)
+        if isinstance(request, m.Apply) and not self._paused:
+            await self._llm.pause_generation(mode=self._config.pause, clear_cache=False)
+            self._paused = True
+        replies = await _replies_async(self._llm.collective_rpc("weightsync_handle", args=(payload,)))
+        if (
+            "flush_prefix_cache" in self._config.on_commit
+            and _has_applied(request, replies)
+            and not await self._llm.reset_prefix_cache(reset_running_requests=True)
+        ):
+            replies = [_refused_flush()]
+        if self._paused and self._may_resume(request, replies):
+            await self._llm.resume_generation()
+            self._paused = False
+        return [encode(self._pause.after(request, reply)) for reply in replies]
+
+    @staticmethod
+    def _may_resume(request: m.Request, replies: list[m.Reply]) -> bool:
+        """After a commit on every rank. An aborted apply leaves mixed weights: stay paused until a whole update."""
+        return isinstance(request, m.Commit) and all(isinstance(reply, m.Ok) for reply in replies)
+
+
+class _Pause:
+    """How long an engine did not generate: from the start of apply to the end of commit."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def before(self, request: m.Request) -> None:
+        if isinstance(request, m.Apply) and self._since is None:
+            self._since = time.perf_counter()
+
+    def after(self, request: m.Request, reply: m.Reply) -> m.Reply:
+        if isinstance(request, m.Commit) and isinstance(reply, m.Ok) and self._since is not None:
+            return m.Ok(pause_s=time.perf_counter() - self._since)
+        if isinstance(request, m.Transfer):
+            self._since = None
+        return reply
+
+
+def _has_applied(request: m.Request, replies: list[m.Reply]) -> bool:
+    return isinstance(request, m.Apply) and all(isinstance(reply, m.Applied) for reply in replies)
+
+
+def _refused_flush() -> m.Failed:
+    error = EngineStateError("vLLM refused to reset its prefix cache; its blocks belong to the old weights")
+    return m.Failed(error=ErrorInfo.of(error), poisoned=True)
+
+
+def _replies(rpc: Any) -> list[m.Reply]:
+    try:
+        return [decode_reply(reply) for reply in rpc()]
+    except Exception as error:
+        return [_failed_rpc(error)]
+
+
+async def _replies_async(rpc: Awaitable[list[bytes]]) -> list[m.Reply]:
+    try:
+        return [decode_reply(reply) for reply in await rpc]
+    except Exception as error:
+        return [_failed_rpc(error)]
+
+
+def _failed_rpc(error: Exception) -> m.Failed:
+    """vLLM could not run the call on its workers. The missing extension is by far the commonest reason."""
+    text = f"{type(error).__name__}: {error}"
+    if "weightsync_handle" in text and ("attribute" in text or "not implemented" in text.lower()):
+        text = (
+            f'the engine runs without weightsync\'s worker extension; create it with worker_extension_cls="{EXTENSION}"'
+        )
+    return m.Failed(error=ErrorInfo.of(EngineStateError(text)))

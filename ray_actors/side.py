@@ -1,0 +1,74 @@
+"""Code that runs inside a user's actor, reached with `actor.__ray_call__`: no mixin, no method of the user's class.
+
+Each actor process keeps one side, trainer or engine. A new weight sync takes it over (versions live on); calls of
+an older one are refused from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from weightsync.errors import ConfigError, EngineStateError
+
+Locator = str | Callable[[Any], Any]
+"""How to find something in an actor: an attribute path ("trainer.model"), or a function of the actor."""
+
+
+class Side(Protocol):
+    """What answers calls in an actor."""
+
+    def call(self, payload: bytes) -> list[bytes] | None:
+        """Answer a request with one reply a rank; None: ask again with `result`."""
+        ...
+
+    def result(self) -> list[bytes] | None: ...
+
+
+_sides: dict[int, tuple[str, Side]] = {}
+
+
+def open_side(actor: Any, session: str, make: Callable[[Any, Any, int], Side], locator: Locator, index: int) -> None:
+    """Find what *locator* names in *actor* and put a side before it, or take the existing one over."""
+    known = _sides.get(id(actor))
+    side = known[1] if known is not None else make(actor, locator, index)
+    _sides[id(actor)] = (session, side)
+
+
+def call_side(actor: Any, session: str, payload: bytes) -> list[bytes] | None:
+    return _side(actor, session).call(payload)
+
+
+def side_result(actor: Any, session: str) -> list[bytes] | None:
+    return _side(actor, session).result()
+
+
+def _side(actor: Any, session: str) -> Side:
+    known = _sides.get(id(actor))
+    if known is None:
+        raise EngineStateError("this actor process takes part in no weight sync: it was restarted; connect again")
+    if known[0] != session:
+        raise EngineStateError("another weight sync has taken this actor over; use that one, or connect again")
+    return known[1]
+
+
+def locate(actor: Any, locator: Locator, *, key: str) -> Any:
+    """What *locator* names in *actor*.
+
+    Raises:
+        ConfigError: an attribute on the path does not exist; what the actor has is listed.
+    """
+    if callable(locator):
+        return locator(actor)
+    found = actor
+    for i, part in enumerate(locator.split(".")):
+        if not hasattr(found, part):
+            seen = ".".join(locator.split(".")[:i]) or type(actor).__name__
+            has = sorted(name for name in vars(found) if not name.startswith("_")) if hasattr(found, "__dict__") else []
+            raise ConfigError(f"{key}: {seen} has no attribute {part!r}; it has {', '.join(has) or 'none'}", key=key)
+        found = getattr(found, part)
+    return (
+        found()
+        if callable(found) and not hasattr(found, "state_dict") and not hasattr(found, "collective_rpc")
+        else found
+    )

@@ -1,0 +1,26 @@
+"""The worker extension: weightsync inside every vLLM worker process.
+
+    vllm.LLM(..., worker_extension_cls="weightsync.ray_actors.vllm_worker.WeightSyncWorkerExtension")
+
+vLLM mixes the class into its worker and refuses names that a worker has already, so every attribute starts with
+`weightsync_`.
+"""
+
+from __future__ import annotations
+
+from weightsync.engines.vllm import VllmAdapter
+from weightsync.messages import decode_request, encode
+from weightsync.receiver import ReceiverRank
+
+
+class WeightSyncWorkerExtension:
+    """One method, called by `collective_rpc`: bytes in, bytes out, so that no pickling is needed."""
+
+    weightsync_rank: ReceiverRank | None = None
+
+    def weightsync_handle(self, payload: bytes) -> bytes:
+        """Answer one control message of `weightsync.messages`; never raises for what a message asks."""
+        if self.weightsync_rank is None:
+            adapter = VllmAdapter(self)
+            self.weightsync_rank = ReceiverRank(adapter, rank=adapter.rank)
+        return encode(self.weightsync_rank.handle(decode_request(payload)))

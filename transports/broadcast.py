@@ -1,0 +1,274 @@
+"""Broadcast: each bucket goes from one sender to all its receivers at once, through torch.distributed.
+
+The process group belongs to the link: it is made here, the default group is never touched, and its members are
+the sender (rank 0) and the receivers (rank 1 up). Names travel with the bytes: a bucket is announced by two
+integers, then sent as header and payload in one tensor, so the ends cannot disagree about what comes.
+
+Collectives run on the thread that calls `connect`, `send` or `receive`, and every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from weightsync.bucket import Bucket, fill
+from weightsync.chunk import Piece, WeightChunk, aligned
+from weightsync.digest import ContentDigest
+from weightsync.errors import TransportError, UpdateTimeoutError, WeightSyncError
+from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
+from weightsync.manifest import TensorMeta
+
+_NUM_BUCKETS = 2
+_MAX_HEADER_BYTES = 64 << 20
+_POLL_S = 0.0002
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where the link's rendezvous store listens."""
+
+    host: str
+    port: int
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a bucket holds."""
+
+    version: int
+    manifest_digest: str
+    pieces: tuple[Piece, ...]
+
+
+class _Group:
+    """One link's process group, with bounded operations that an abort interrupts."""
+
+    def __init__(self, context: LinkContext, address: Address, rank: int) -> None:
+        if not dist.is_available():
+            raise TransportError("this torch was built without torch.distributed; transport: broadcast needs it")
+        self._who = f"broadcast link of sender {context.sender}"
+        self._timeout_s = context.timeout_s
+        self._aborted = False
+        timeout = timedelta(seconds=context.timeout_s)
+        try:
+            # Kept until the end: rank 0's store serves the others.
+            self._store: dist.TCPStore | None = dist.TCPStore(
+                address.host, address.port, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+            )
+        except Exception as error:
+            raise TransportError(f"{self._who}: no rendezvous at {address.host}:{address.port} ({error})") from error
+        self.port = self._store.port
+        self._rank, self._size, self._token, self._host = rank, context.num_receivers + 1, context.token, address.host
+        self._group: Any = None
+
+    def connect(self, own_host: str) -> None:
+        """Collective: the sender and every receiver call this, or all wait until the bound."""
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=self._timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+        try:
+            store = dist.PrefixStore(self._token, self._store)  # type: ignore[arg-type]
+            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+        except Exception as error:
+            raise TransportError(
+                f"{self._who}: rank {self._rank} of {self._size} could not join within {self._timeout_s:g} s ({error})"
+            ) from error
+
+    def start(self, tensor: torch.Tensor) -> Any:
+        """Collective: begin to broadcast *tensor* from rank 0; returns what `wait` takes."""
+        if self._aborted:
+            raise TransportError(f"{self._who} was aborted")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        return self._group.broadcast([tensor], options)
+
+    def wait(self, work: Any) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if self._aborted:
+                raise TransportError(f"{self._who} was aborted")
+            if time.monotonic() > deadline:
+                raise UpdateTimeoutError(f"{self._who}: a broadcast did not end within {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+        try:
+            work.wait()
+        except Exception as error:
+            raise TransportError(f"{self._who} is broken ({error}); a peer died or left") from error
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def close(self) -> None:
+        self._aborted = True
+        self._group = None
+        self._store = None
+
+
+def node_host(peer_host: str) -> str:
+    """The address of this node from which *peer_host* is reached."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer_host, 9))  # a datagram socket: sends nothing, only chooses the interface
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+class BroadcastSender(SenderTransport):
+    """Packs one bucket while the other is on its way."""
+
+    name: ClassVar[str] = "broadcast"
+
+    def __init__(self, context: LinkContext) -> None:
+        super().__init__(context)
+        self._group: _Group | None = None
+        self._buckets: list[torch.Tensor] = []
+
+    def open(self, names: tuple[TensorMeta, ...]) -> bytes:
+        self._group = _Group(self.context, Address(self.context.host, 0), 0)
+        return msgspec.msgpack.encode(Address(self.context.host, self._group.port))
+
+    def stable(self) -> bool:
+        return False
+
+    def connect(self) -> None:
+        assert self._group is not None, "connect before open"
+        self._group.connect(self.context.host)
+
+    def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
+        content = ContentDigest()
+        assert self._group is not None, "send before open"
+        group, in_flight = self._group, deque[list[Any]]()
+
+        def free_buckets() -> Iterator[Bucket]:
+            size = max(min(self.context.bucket_bytes, self.context.staging_limit_bytes // _NUM_BUCKETS), 1)
+            while len(self._buckets) < _NUM_BUCKETS:
+                self._buckets.append(torch.empty(size, dtype=torch.uint8))
+            while True:
+                for payload in self._buckets:
+                    while len(in_flight) >= _NUM_BUCKETS:
+                        for work, _ in in_flight.popleft():
+                            group.wait(work)
+                    yield Bucket(payload, [])
+
+        for bucket in fill(tensors, free_buckets(), content=content, digest=self.context.digest):
+            if bucket.pieces:
+                header = Header(transfer.version, transfer.manifest.digest, tuple(bucket.pieces))
+                in_flight.append(self._start(header, bucket.payload[: bucket.used_bytes]))
+        in_flight.append(self._start(None, torch.empty(0, dtype=torch.uint8)))
+        while in_flight:
+            for work, _ in in_flight.popleft():
+                group.wait(work)
+        return TransferStats(content.nbytes, content.value)
+
+    def _start(self, header: Header | None, payload: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
+        """Begin one bucket; (work, tensor) pairs, the tensors kept alive until the work is done."""
+        assert self._group is not None
+        encoded = msgspec.msgpack.encode(header) if header is not None else b""
+        sizes = torch.tensor([len(encoded), payload.numel()], dtype=torch.int64)
+        works = [(self._group.start(sizes), sizes)]
+        if encoded:
+            text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+            works.append((self._group.start(text), text))
+        if payload.numel():
+            works.append((self._group.start(payload), payload))
+        return works
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._buckets.clear()
+
+
+class BroadcastReceiver(ReceiverTransport):
+    """Takes one bucket at a time; the next is received when the chunk of the last was released."""
+
+    name: ClassVar[str] = "broadcast"
+
+    def __init__(self, context: LinkContext, *, receiver: int) -> None:
+        super().__init__(context, receiver=receiver)
+        self._group: _Group | None = None
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+        self._lent = False
+
+    def connect(self, address: bytes) -> None:
+        found = msgspec.msgpack.decode(address, type=Address)
+        self._group = _Group(self.context, found, self.receiver + 1)
+        self._group.connect(node_host(found.host))
+
+    def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
+        assert self._group is not None, "receive before connect"
+        group = self._group
+        while True:
+            sizes = torch.zeros(2, dtype=torch.int64)
+            group.wait(group.start(sizes))
+            header_bytes, payload_bytes = map(int, sizes)
+            if header_bytes == 0:
+                return
+            if not (0 < header_bytes <= _MAX_HEADER_BYTES and 0 <= payload_bytes <= self._largest_bucket()):
+                raise TransportError(
+                    f"sender {self.context.sender} announced a bucket of {payload_bytes} bytes, "
+                    f"bucket_bytes is {self.context.bucket_bytes}"
+                )
+            text = torch.empty(header_bytes, dtype=torch.uint8)
+            header_work = group.start(text)
+            payload = self._room(payload_bytes)
+            payload_work = group.start(payload) if payload_bytes else None
+            group.wait(header_work)
+            header = self._decode(text)
+            if payload_work is not None:
+                group.wait(payload_work)
+            yield self._chunk(header, payload)
+
+    def _largest_bucket(self) -> int:
+        return aligned(self.context.bucket_bytes)
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if self._lent:
+            raise WeightSyncError("a broadcast chunk was not released before the next was asked for")
+        if self._bucket.numel() < nbytes:
+            self._bucket = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bucket[:nbytes]
+
+    def _decode(self, text: torch.Tensor) -> Header:
+        try:
+            return msgspec.msgpack.decode(text.numpy().tobytes(), type=Header)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"sender {self.context.sender} sent a malformed header: {error}") from error
+
+    def _chunk(self, header: Header, payload: torch.Tensor) -> WeightChunk:
+        self._lent = True
+
+        def release() -> None:
+            self._lent = False
+
+        return WeightChunk(
+            header.version,
+            header.manifest_digest,
+            header.pieces,
+            payload,
+            sender=self.context.sender,
+            release=release,
+        )
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._bucket = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,154 @@
+"""A framed message channel over a Unix socket: msgspec structs and file descriptors, every wait bounded.
+
+The abstract address carries 128 random bits and lives as long as its process, and both ends check that the
+peer belongs to the same user. A peer's death is seen at once, as the end of the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from typing import Generic, TypeVar
+
+import msgspec
+
+from weightsync.errors import TransportError, UpdateTimeoutError
+
+MAX_FRAME_BYTES = 64 << 20
+_HEADER = struct.Struct("<IB")
+M = TypeVar("M")
+
+
+class Channel(Generic[M]):
+    """One connected socket. `send` may be called from several threads, `receive` from one at a time."""
+
+    def __init__(self, sock: socket.socket, message_type: type[M], peer: str) -> None:
+        """*peer* is how errors call the other side."""
+        self.peer = peer
+        self._socket = sock
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self.peer_pid = pid
+        if uid != os.getuid():
+            self.close()
+            raise TransportError(f"{peer} (pid {pid}) belongs to another user ({uid}); refused")
+
+    def send(self, message: M, *, fd: int | None = None, timeout_s: float) -> None:
+        """Raises TransportError when the peer is gone, UpdateTimeoutError when it does not read."""
+        body = self._encoder.encode(message)
+        header = _HEADER.pack(len(body), fd is not None)
+        with self._sending, self._errors("take a message", timeout_s):
+            self._socket.settimeout(timeout_s)
+            socket.send_fds(self._socket, [header], [fd] if fd is not None else [])
+            self._socket.sendall(body)
+
+    def receive(self, *, timeout_s: float) -> tuple[M, int | None]:
+        """(message, file descriptor or None); the caller owns the descriptor.
+
+        Raises:
+            TransportError: the peer is gone, or sent something that is no message of this channel.
+            UpdateTimeoutError: nothing came.
+        """
+        fd: int | None = None
+        try:
+            with self._errors("send a message", timeout_s):
+                self._socket.settimeout(timeout_s)
+                header, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
+                fd = fds[0] if fds else None
+                header += self._read(_HEADER.size - len(header)) if header else b""
+                if not header:
+                    raise EOFError
+                size, has_fd = _HEADER.unpack(header)
+                if size > MAX_FRAME_BYTES or bool(has_fd) != (fd is not None):
+                    raise TransportError(f"{self.peer} sent a frame of {size} bytes that is not of this channel")
+                message = self._decoder.decode(self._read(size))
+            kept, fd = fd, None
+            return message, kept
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self._socket.recv_into(view)
+            if count == 0:
+                raise EOFError
+            view = view[count:]
+        return bytes(data)
+
+    def _errors(self, what: str, timeout_s: float) -> _Translate:
+        return _Translate(f"{self.peer} (pid {self.peer_pid})", what, timeout_s)
+
+    def close(self) -> None:
+        """Idempotent; wakes a thread that waits in `receive`."""
+        with contextlib.suppress(OSError):  # not connected any more: nothing to say goodbye to
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class _Translate:
+    """Turns socket errors into ours, with the peer's name."""
+
+    def __init__(self, peer: str, what: str, timeout_s: float) -> None:
+        self._peer, self._what, self._timeout_s = peer, what, timeout_s
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TimeoutError):
+            raise UpdateTimeoutError(f"{self._peer} did not {self._what} for {self._timeout_s:g} s") from error
+        if isinstance(error, (OSError, EOFError)):
+            raise TransportError(
+                f"the link to {self._peer} is broken: {error or 'it closed the connection'}"
+            ) from error
+        if isinstance(error, msgspec.DecodeError):
+            raise TransportError(f"{self._peer} sent a malformed message: {error}") from error
+
+
+class Listener:
+    """Where one sender's receivers connect."""
+
+    def __init__(self) -> None:
+        self.address = f"weightsync-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind("\0" + self.address)
+        self._socket.listen(1024)
+
+    def accept(self, message_type: type[M], *, timeout_s: float) -> Channel[M]:
+        """Raises TimeoutError when nobody came, OSError after `close`."""
+        self._socket.settimeout(timeout_s)
+        connection, _ = self._socket.accept()
+        return Channel(connection, message_type, "receiver")
+
+    def close(self) -> None:
+        """Idempotent; wakes a thread that waits in `accept`."""
+        with contextlib.suppress(OSError):  # already shut
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def dial(address: str, message_type: type[M], *, peer: str, timeout_s: float) -> Channel[M]:
+    """Connect to the listener at *address* on this host.
+
+    Raises:
+        TransportError: nobody listens there: the process is gone, or runs on another host.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect("\0" + address)
+    except OSError as error:
+        sock.close()
+        raise TransportError(
+            f"{peer} cannot be reached over shared memory ({error}): it must run in the same network namespace "
+            "of the same host; use transport: broadcast for others"
+        ) from error
+    return Channel(sock, message_type, peer)

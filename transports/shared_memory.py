@@ -1,0 +1,440 @@
+"""Shared memory of one host: handles cross, payloads stay.
+
+    once                the listener, one channel a receiver
+    per storage         a segment: memory that both ends have mapped, sent as a file descriptor
+    per version         pieces that say where in which segment a tensor lies
+
+Three places from which receivers read, in this order of preference: the trainer's own parameters, where they
+live in shared memory (`share_parameters`, `Module.share_memory`); a stage as large as the model, where
+`staging_limit_bytes` allows it; two buckets used in turn, where it does not. The first two are stable until the
+update ends, so receivers copy nothing; a bucket is filled again only after every receiver has released it.
+
+Segments are anonymous (memfd): no name to guess, nothing left behind when a process is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+import torch
+
+from weightsync.bucket import Bucket, fill, note_piece, write_in_place
+from weightsync.chunk import Piece, WeightChunk, aligned, as_bytes
+from weightsync.digest import ContentDigest, digest_bytes
+from weightsync.errors import TransportError, UpdateTimeoutError
+from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
+from weightsync.manifest import StorageWatch, TensorMeta
+from weightsync.transports.channel import Channel, Listener, dial
+
+_NUM_BUCKETS = 2
+_MIN_DIRECT_BYTES = 1 << 20  # smaller storages are cheaper to copy than to map
+_MAX_DIRECT_SEGMENTS = 256  # each costs both ends a file descriptor; the usual limit is 1024
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Receiver to sender, first on a channel."""
+
+    token: str
+    receiver: int
+
+
+class Segment(msgspec.Struct, tag=True, frozen=True):
+    """Sender to receiver: map this; the descriptor travels along."""
+
+    id: int
+    nbytes: int
+
+
+class Forget(msgspec.Struct, tag=True, frozen=True):
+    """Sender to receiver: the segment is gone."""
+
+    id: int
+
+
+class Chunk(msgspec.Struct, tag=True, frozen=True):
+    version: int
+    manifest_digest: str
+    segment: int
+    stable: bool
+    pieces: tuple[Piece, ...]
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    version: int
+
+
+class Ack(msgspec.Struct, tag=True, frozen=True):
+    """Receiver to sender: done with one chunk in this segment."""
+
+    segment: int
+
+
+Message = Hello | Segment | Forget | Chunk | End | Ack
+
+
+def share_parameters(module: torch.nn.Module) -> None:
+    """Move all parameters and buffers of *module* into one block of shared memory, in place.
+
+    Receivers then map the trainer's weights once and read them where they lie. Ties stay ties, dtypes and values
+    stay. Call it before an optimizer takes references to `parameter.data`; the parameters themselves stay the same objects.
+
+    Raises:
+        ValueError: a tensor is not on the CPU.
+    """
+    tensors: dict[tuple[int, int, torch.Size, tuple[int, ...]], list[torch.Tensor]] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"share_parameters moves CPU tensors only, found one on {tensor.device}")
+        key = (tensor.data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        tensors.setdefault(key, []).append(tensor)
+    total = sum(aligned(same[0].nbytes) for same in tensors.values())
+    block = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(max(total, 1)))
+    offset = 0
+    for same in tensors.values():
+        place = block[offset : offset + same[0].nbytes]
+        if same[0].numel():
+            typed = place.view(same[0].dtype).view(same[0].shape)
+            typed.copy_(same[0].detach())
+            for tensor in same:
+                tensor.data = typed
+        offset += aligned(same[0].nbytes)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A segment on the sender's side."""
+
+    id: int
+    fd: int
+    payload: torch.Tensor
+    owned: bool
+    """Made here (memfd), so ours to close; else the trainer's."""
+    watch: StorageWatch | None = None
+
+
+class SharedMemorySender(SenderTransport):
+    """See the module's docstring. Everything runs on the thread that calls `send`."""
+
+    name: ClassVar[str] = "shared_memory"
+
+    def __init__(self, context: LinkContext) -> None:
+        super().__init__(context)
+        self._listener: Listener | None = None
+        self._channels: dict[int, Channel[Message]] = {}
+        self._next_id = 0
+        self._segments: dict[int, _Shared] = {}
+        self._direct: dict[int, _Shared] = {}
+        self._stage: _Shared | None = None
+        self._buckets: list[_Shared] = []
+        self._lent: deque[int] = deque()
+        self._place: dict[str, int] = {}
+        self._written = False
+        self._aborted = False
+
+    def open(self, names: tuple[TensorMeta, ...]) -> bytes:
+        offset = 0
+        for meta in names:
+            self._place[meta.name] = offset
+            offset += aligned(meta.nbytes)
+        self._stage_bytes = offset
+        self._listener = Listener()
+        return self._listener.address.encode()
+
+    def stable(self) -> bool:
+        return self._stage_bytes <= self.context.staging_limit_bytes
+
+    def connect(self) -> None:
+        assert self._listener is not None, "connect before open"
+        while len(self._channels) < self.context.num_receivers:
+            try:
+                channel: Channel[Message] = self._listener.accept(Message, timeout_s=self.context.timeout_s)  # type: ignore[arg-type]
+            except OSError as error:
+                absent = sorted(set(range(self.context.num_receivers)) - self._channels.keys())
+                raise TransportError(
+                    f"receivers {absent} did not connect to sender {self.context.sender} over shared memory within "
+                    f"{self.context.timeout_s:g} s ({error})"
+                ) from error
+            hello, _ = channel.receive(timeout_s=self.context.timeout_s)
+            if not isinstance(hello, Hello) or hello.token != self.context.token:
+                channel.close()
+                continue
+            channel.peer = f"receiver {hello.receiver}"
+            self._channels[hello.receiver] = channel
+        self._listener.close()
+
+    def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
+        content, stats = ContentDigest(), TransferStats()
+        self._forget_dead()
+        copied = self._send_direct(transfer, tensors, content)
+        if self.stable():
+            stats.changed_values = self._send_stage(transfer, copied, content)
+        else:
+            self._send_buckets(transfer, copied, content)
+        self._tell(End(transfer.version))
+        stats.nbytes, stats.content_digest = content.nbytes, content.value
+        return stats
+
+    def _send_direct(
+        self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]], content: ContentDigest
+    ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """Announce the tensors that lie in shared memory; yields the others."""
+        batches: dict[int, tuple[list[Piece], int]] = {}
+        self.all_copied = True
+        for meta, tensor in tensors:
+            segment = self._export(meta, tensor)
+            if segment is None:
+                yield meta, tensor
+                continue
+            self.all_copied = False
+            data = as_bytes(tensor.detach())
+            value = digest_bytes(data) if self.context.digest else None
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            pieces, nbytes = batches.get(segment.id, ([], 0))
+            note_piece(pieces, Piece(meta.name, 0, data.numel(), offset, value), content)
+            batches[segment.id] = (pieces, nbytes + data.numel())
+            if nbytes + data.numel() >= self.context.bucket_bytes:
+                self._announce(transfer, segment.id, batches.pop(segment.id)[0], stable=True)
+        for segment_id, (pieces, _) in batches.items():
+            self._announce(transfer, segment_id, pieces, stable=True)
+
+    def _send_stage(
+        self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]], content: ContentDigest
+    ) -> int | None:
+        pieces: list[Piece] = []
+        nbytes, changed = 0, 0
+        count = self.context.count_changed_values and self._written
+        for meta, tensor in tensors:
+            if self._stage is None:
+                self._stage = self._new_segment(self._stage_bytes)
+            piece, differing = write_in_place(
+                self._stage.payload,
+                self._place[meta.name],
+                meta,
+                tensor,
+                digest=self.context.digest,
+                count_changed=count,
+            )
+            note_piece(pieces, piece, content)
+            changed, nbytes = changed + differing, nbytes + piece.nbytes
+            if nbytes >= self.context.bucket_bytes:
+                self._announce(transfer, self._stage.id, pieces, stable=True)
+                pieces, nbytes = [], 0
+        if pieces and self._stage is not None:
+            self._announce(transfer, self._stage.id, pieces, stable=True)
+        self._written = True
+        return changed if count and self.all_copied else None
+
+    def _send_buckets(
+        self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]], content: ContentDigest
+    ) -> None:
+        for bucket in fill(tensors, self._free_buckets(), content=content, digest=self.context.digest):
+            if bucket.pieces:
+                segment = next(s for s in self._buckets if s.payload is bucket.payload)
+                self._announce(transfer, segment.id, bucket.pieces, stable=False)
+                self._lent.append(segment.id)
+        while self._lent:
+            self._await_release(self._lent.popleft())
+
+    def _free_buckets(self) -> Iterator[Bucket]:
+        size = max(min(self.context.bucket_bytes, self.context.staging_limit_bytes // _NUM_BUCKETS), 1)
+        while len(self._buckets) < _NUM_BUCKETS:
+            self._buckets.append(self._new_segment(size))
+        while True:
+            for segment in self._buckets:
+                while segment.id in self._lent:
+                    self._await_release(self._lent.popleft())
+                yield Bucket(segment.payload, [])
+
+    def _await_release(self, segment_id: int) -> None:
+        """Wait until every receiver has released the bucket. Receivers release in the order they were sent."""
+        for channel in self._channels.values():
+            message, _ = channel.receive(timeout_s=self.context.timeout_s)
+            if not isinstance(message, Ack) or message.segment != segment_id:
+                raise TransportError(f"{channel.peer} answered {message}, expected the release of bucket {segment_id}")
+
+    def _export(self, meta: TensorMeta, tensor: torch.Tensor) -> _Shared | None:
+        """The segment in which *tensor* lies as it must travel; None where it has to be copied."""
+        storage = tensor.untyped_storage()
+        if (
+            tensor.device.type != "cpu"
+            or storage.nbytes() < _MIN_DIRECT_BYTES
+            or tensor.dtype != meta.torch_dtype
+            or not tensor.is_contiguous()
+            or not tensor.is_shared()
+            or torch.multiprocessing.get_sharing_strategy() != "file_descriptor"
+        ):
+            return None
+        found = self._direct.get(storage.data_ptr())
+        if found is not None:
+            return found
+        if len(self._direct) >= _MAX_DIRECT_SEGMENTS:
+            return None
+        fd, nbytes = storage._share_fd_cpu_()
+        payload = torch.empty(0, dtype=torch.uint8).set_(storage)
+        segment = self._add_segment(fd, nbytes, payload, owned=False, watch=StorageWatch(storage))
+        # The payload would keep the trainer's storage alive; the watch must see it go.
+        segment.payload = payload[:0].clone()
+        self._direct[storage.data_ptr()] = segment
+        return segment
+
+    def _forget_dead(self) -> None:
+        for address, segment in list(self._direct.items()):
+            if segment.watch is not None and not segment.watch.alive():
+                del self._direct[address], self._segments[segment.id]
+                self._tell(Forget(segment.id))
+
+    def _new_segment(self, nbytes: int) -> _Shared:
+        nbytes = max(nbytes, 1)
+        fd = os.memfd_create("weightsync", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        payload = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        return self._add_segment(fd, nbytes, payload, owned=True)
+
+    def _add_segment(
+        self, fd: int, nbytes: int, payload: torch.Tensor, *, owned: bool, watch: StorageWatch | None = None
+    ) -> _Shared:
+        segment = _Shared(self._next_id, fd, payload, owned, watch)
+        self._next_id += 1
+        self._segments[segment.id] = segment
+        for channel in self._channels.values():
+            channel.send(Segment(segment.id, nbytes), fd=fd, timeout_s=self.context.timeout_s)
+        return segment
+
+    def _announce(self, transfer: Transfer, segment_id: int, pieces: list[Piece], *, stable: bool) -> None:
+        self._tell(Chunk(transfer.version, transfer.manifest.digest, segment_id, stable, tuple(pieces)))
+
+    def _tell(self, message: Message) -> None:
+        if self._aborted:
+            raise TransportError("the update was aborted")
+        for channel in self._channels.values():
+            channel.send(message, timeout_s=self.context.timeout_s)
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self._listener is not None:
+            self._listener.close()
+        for channel in self._channels.values():
+            channel.close()
+
+    def close(self) -> None:
+        self.abort()
+        for segment in self._segments.values():
+            if segment.owned:
+                os.close(segment.fd)
+        self._segments.clear()
+        self._direct.clear()
+        self._buckets.clear()
+        self._stage = None
+
+
+class _Mapped:
+    """A segment on the receiver's side: a private mapping, so that nothing here can change the trainer's weights."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._fd = fd
+        if os.fstat(fd).st_size < nbytes:
+            os.close(fd)
+            raise TransportError(
+                f"a segment of {nbytes} bytes was announced, the descriptor has {os.fstat(fd).st_size}"
+            )
+        self._nbytes = nbytes
+        self._map()
+
+    def _map(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._payload = torch.frombuffer(
+                mmap.mmap(self._fd, self._nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8
+            )
+        self._clean_version = self._payload._version
+
+    def payload(self) -> torch.Tensor:
+        """The bytes. Pages that a loader has written into are private by now and stale, so they are mapped anew."""
+        if self._payload._version != self._clean_version:
+            self._map()
+        return self._payload
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+class SharedMemoryReceiver(ReceiverTransport):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "shared_memory"
+
+    def __init__(self, context: LinkContext, *, receiver: int) -> None:
+        super().__init__(context, receiver=receiver)
+        self._channel: Channel[Message] | None = None
+        self._segments: dict[int, _Mapped] = {}
+
+    def connect(self, address: bytes) -> None:
+        self._channel = dial(
+            address.decode(),
+            Message,  # type: ignore[arg-type]
+            peer=f"sender {self.context.sender}",
+            timeout_s=self.context.timeout_s,
+        )
+        self._channel.send(Hello(self.context.token, self.receiver), timeout_s=self.context.timeout_s)
+
+    def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
+        assert self._channel is not None, "receive before connect"
+        while True:
+            message, fd = self._channel.receive(timeout_s=self.context.timeout_s)
+            match message:
+                case Segment(id=segment_id, nbytes=nbytes) if fd is not None:
+                    self._segments[segment_id] = _Mapped(fd, nbytes)
+                case Forget(id=segment_id):
+                    self._segments.pop(segment_id).close()
+                case Chunk():
+                    yield self._chunk(message)
+                case End(version=version):
+                    if version != transfer.version:
+                        raise TransportError(
+                            f"{self._channel.peer} ended version {version}, expected {transfer.version}"
+                        )
+                    return
+                case _:
+                    raise TransportError(f"{self._channel.peer} sent {message}, expected a chunk")
+
+    def _chunk(self, message: Chunk) -> WeightChunk:
+        assert self._channel is not None
+        channel, timeout_s, segment = self._channel, self.context.timeout_s, message.segment
+        if segment not in self._segments:
+            raise TransportError(f"{channel.peer} sent a chunk in segment {segment}, which it never shared")
+
+        def release() -> None:
+            if not message.stable:
+                try:
+                    channel.send(Ack(segment), timeout_s=timeout_s)
+                except (TransportError, UpdateTimeoutError):
+                    channel.close()  # the sender is gone or stuck; `receive` says so to whoever waits
+
+        return WeightChunk(
+            message.version,
+            message.manifest_digest,
+            message.pieces,
+            self._segments[segment].payload(),
+            stable=message.stable,
+            sender=self.context.sender,
+            release=release,
+        )
+
+    def abort(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def close(self) -> None:
+        self.abort()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()

@@ -1,0 +1,113 @@
+"""Fill buckets with tensors: the senders' side of packing, the same for every transport that copies.
+
+A tensor larger than a bucket is cut; each cut is a piece. Casting to the wire dtype, reading strided or
+device memory and digesting happen in the same pass that copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.chunk import Piece, aligned, as_bytes, from_bytes
+from weightsync.digest import ContentDigest, copy_and_digest, digest_bytes
+from weightsync.manifest import TensorMeta
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A reusable buffer: `payload` (1-D uint8) and what was packed into it."""
+
+    payload: torch.Tensor
+    pieces: list[Piece]
+    used_bytes: int = 0
+
+    def clear(self) -> None:
+        self.pieces, self.used_bytes = [], 0
+
+
+def write_piece(
+    bucket: Bucket, meta: TensorMeta, data: torch.Tensor, *, start: int, content: ContentDigest, digest: bool
+) -> None:
+    """Copy *data* (bytes of *meta*'s tensor from byte *start*) to the bucket's end."""
+    offset = bucket.used_bytes
+    place = bucket.payload[offset : offset + data.numel()]
+    value = None
+    if digest and data.device.type == "cpu":
+        value = copy_and_digest(place, data)
+    else:
+        place.copy_(data)
+        value = digest_bytes(place) if digest else None
+    note_piece(bucket.pieces, Piece(meta.name, start, data.numel(), offset, value), content)
+    bucket.used_bytes = min(aligned(offset + data.numel()), bucket.payload.numel())
+
+
+def note_piece(pieces: list[Piece], piece: Piece, content: ContentDigest) -> None:
+    pieces.append(piece)
+    content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
+
+
+def wire_tensor(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in its wire dtype, contiguous; the tensor itself where it is both already."""
+    return tensor.detach().to(dtype=meta.torch_dtype).contiguous()
+
+
+def fill(
+    tensors: Iterable[tuple[TensorMeta, torch.Tensor]],
+    next_bucket: Iterator[Bucket],
+    *,
+    content: ContentDigest,
+    digest: bool,
+) -> Iterator[Bucket]:
+    """Pack *tensors* into buckets; yields each when it is full, and the last.
+
+    *next_bucket* hands out cleared buckets and may block until one is free.
+    """
+    bucket = next(next_bucket)
+    for meta, tensor in tensors:
+        data = as_bytes(wire_tensor(meta, tensor))
+        start = 0
+        while True:
+            room = bucket.payload.numel() - bucket.used_bytes
+            if (room < data.numel() - start and bucket.pieces and data.numel() <= bucket.payload.numel()) or room == 0:
+                yield bucket
+                bucket = next(next_bucket)
+                room = bucket.payload.numel()
+            end = min(start + room, data.numel())
+            write_piece(bucket, meta, data[start:end], start=start, content=content, digest=digest)
+            start = end
+            if start == data.numel():
+                break
+    yield bucket
+
+
+def write_in_place(
+    payload: torch.Tensor, offset: int, meta: TensorMeta, tensor: torch.Tensor, *, digest: bool, count_changed: bool
+) -> tuple[Piece, int]:
+    """Write a whole tensor to a fixed place; (piece, how many values differ from what lay there).
+
+    The cast to the wire dtype is part of the copy.
+    """
+    place = payload[offset : offset + meta.nbytes]
+    typed = from_bytes(place, meta.torch_dtype, meta.shape)
+    tensor = tensor.detach()
+    changed = 0
+    if count_changed:
+        tensor = tensor.to(dtype=meta.torch_dtype)
+        changed = int((_bits(tensor) != _bits(typed)).sum())
+    if tensor.dtype == meta.torch_dtype and tensor.is_contiguous() and tensor.device.type == "cpu" and digest:
+        return Piece(meta.name, 0, meta.nbytes, offset, copy_and_digest(place, as_bytes(tensor))), changed
+    if meta.numel:
+        typed.copy_(tensor)
+    return Piece(meta.name, 0, meta.nbytes, offset, digest_bytes(place) if digest else None), changed
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as integers, so that NaN equals itself; complex128 is compared as it is."""
+    bits = _BITS.get(tensor.dtype.itemsize)
+    return tensor.contiguous().view(bits).cpu() if bits is not None and tensor.dim() else tensor.cpu()

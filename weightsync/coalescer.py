@@ -1,0 +1,431 @@
+"""Assemble chunks of any order and size into whole module groups, within a byte budget.
+
+    once per update   Coalescer: what has arrived, what is missing, the first failure
+    per group         staging buffer, from its first piece until the consumer is done with it
+    per chunk         on loan from a transport, from `put` until released
+
+Bytes of a chunk that is not `stable` are copied into the group's staging buffer inside `put`, and the chunk is
+released before `put` returns. A stable chunk that carries a tensor whole is used where it lies and costs no staging;
+it is released when every group that it feeds was consumed, or when the coalescer is closed.
+
+Threads: any number of producers call `put`; one consumer iterates `groups` or waits with `wait_whole`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weightsync.chunk import Piece, WeightChunk, aligned, from_bytes
+from weightsync.digest import ContentDigest, copy_and_digest, digest_bytes
+from weightsync.errors import (
+    DigestError,
+    IncompleteUpdateError,
+    ManifestError,
+    StagingLimitError,
+    UpdateTimeoutError,
+    WeightSyncError,
+)
+from weightsync.loadmap import ModuleGroup
+from weightsync.manifest import Manifest
+
+
+def group_bytes(manifest: Manifest, group: ModuleGroup) -> int:
+    """Staging bytes of one group; ties share their bytes."""
+    return sum(aligned(manifest.by_name[name].nbytes) for name in group.names if name in manifest.by_name)
+
+
+def check_budget(
+    manifest: Manifest, groups: Sequence[ModuleGroup], *, copied: Container[str], limit_bytes: int, whole_model: bool
+) -> None:
+    """Refuse a budget that cannot hold what has to be held at one time.
+
+    Args:
+        copied: names whose bytes are copied here; stable chunks need no staging.
+        whole_model: all groups must be held together, for a vote over the whole model.
+
+    Raises:
+        StagingLimitError: naming the largest group, or the model, and its need.
+    """
+    staged = [group for group in groups if any(name in copied for name in group.names)]
+    sizes = {f"module group {group.key}": group_bytes(manifest, group) for group in staged}
+    if whole_model:
+        sizes = {"the whole model (apply: staged)": sum(sizes.values())}
+    what, needed = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+    if needed > limit_bytes:
+        raise StagingLimitError(
+            f"{what} needs {needed} bytes of staging, staging_limit_bytes allows {limit_bytes}; "
+            f"raise it to {needed} or more",
+            group=what.removeprefix("module group "),
+            needed_bytes=needed,
+            limit_bytes=limit_bytes,
+        )
+
+
+@dataclass(slots=True)
+class _Group:
+    spec: ModuleGroup
+    pending: int
+    """Canonical tensors that are not whole yet."""
+    staging_bytes: int = 0
+    buffer: torch.Tensor | None = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    chunks: list[_Loan] = field(default_factory=list)
+
+
+class _Loan:
+    """A stable chunk in use by several groups; released with the last."""
+
+    def __init__(self, chunk: WeightChunk) -> None:
+        self.chunk, self.users = chunk, 1
+
+    def drop(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            self.chunk.release()
+
+
+class Coalescer:
+    """One rank's assembly of one version. See the module's docstring for who owns which bytes when."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        groups: Sequence[ModuleGroup],
+        *,
+        version: int,
+        staging_limit_bytes: int,
+        timeout_s: float,
+        num_producers: int = 1,
+        verify: bool = True,
+    ) -> None:
+        """Assemble *groups*; canonical names in none of them must arrive too, are verified and dropped.
+
+        Args:
+            timeout_s: bound of each wait, for room as for the next whole group.
+            num_producers: how many threads will call `put` and then `producer_done`.
+            verify: check digests. A piece without one then fails.
+        """
+        self.manifest = manifest
+        self.version = version
+        self.staging_limit_bytes = staging_limit_bytes
+        self.peak_staging_bytes = 0
+        self.content = ContentDigest()
+        self._timeout_s = timeout_s
+        self._verify = verify
+        self._changed = threading.Condition()
+        self._error: WeightSyncError | None = None
+        self._closed = False
+        self._producers = num_producers
+        self._waiting_producers = 0
+        self._used_bytes = 0
+        self._freeable_bytes = 0
+        self._ready: deque[_Group] = deque()
+        self._open: dict[str, _Group] = {}
+        self._handed_out = 0
+        self._of_name: dict[str, _Group] = {}
+        self._offset: dict[str, int] = {}
+        self._arrived: dict[str, list[tuple[int, int]]] = {}
+        self._whole: set[str] = set()
+        self._groups = [_Group(spec, sum(n in manifest.by_name for n in spec.names)) for spec in groups]
+        for group in self._groups:
+            for name in group.spec.names:
+                if name in manifest.by_name:
+                    assert name not in self._of_name, f"{name} stands in two groups"
+                    self._of_name[name] = group
+                    self._offset[name] = group.staging_bytes
+                    group.staging_bytes += aligned(manifest.by_name[name].nbytes)
+        self._ready.extend(group for group in self._groups if group.pending == 0)
+
+    # ---- producers ------------------------------------------------------------------------------------------
+
+    def put(self, chunk: WeightChunk) -> None:
+        """Take a chunk; blocks while the staging budget is full. Always leaves the chunk released or on loan.
+
+        Raises:
+            IncompleteUpdateError, ManifestError, DigestError: the chunk does not fit the update; the culprit is
+                named. The update has failed, and every later call raises the same.
+            StagingLimitError: the budget is full of groups that are not whole, and nobody can complete one.
+            UpdateTimeoutError: the consumer made no room for `timeout_s`.
+        """
+        loan = _Loan(chunk)
+        try:
+            self._check_chunk(chunk)
+            for piece in chunk.pieces:
+                self._check_piece(chunk, piece)
+                self._take(piece, chunk, loan)
+        except WeightSyncError as error:
+            raise self.fail(error) from None
+        finally:
+            with self._changed:
+                loan.drop()
+
+    def producer_done(self) -> None:
+        """A producer will put nothing more; once all are done, what is missing is missing for good."""
+        with self._changed:
+            self._producers -= 1
+            self._changed.notify_all()
+
+    def fail(self, error: WeightSyncError) -> WeightSyncError:
+        """End the update with *error*, unless it has failed already; returns the first error."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+            return self._error
+
+    def _check_chunk(self, chunk: WeightChunk) -> None:
+        if chunk.version != self.version:
+            raise IncompleteUpdateError(
+                f"a chunk of version {chunk.version} came into the update to version {self.version}: "
+                f"{', '.join(chunk.names[:3])}",
+                unexpected=list(chunk.names),
+            )
+        if chunk.manifest_digest != self.manifest.digest:
+            raise ManifestError(
+                f"a chunk of another manifest ({chunk.manifest_digest}) came, this update's is "
+                f"{self.manifest.digest}: {', '.join(chunk.names[:3])}",
+                name=next(iter(chunk.names), None),
+            )
+
+    def _check_piece(self, chunk: WeightChunk, piece: Piece) -> None:
+        meta = self.manifest.by_name.get(piece.name)
+        if meta is None:
+            canonical = self.manifest.aliases.get(piece.name)
+            hint = f"; it is a tie of {canonical}, whose bytes travel once" if canonical else ""
+            raise IncompleteUpdateError(f"unexpected tensor {piece.name}{hint}", unexpected=[piece.name])
+        if piece.start < 0 or piece.nbytes < 0 or piece.start + piece.nbytes > meta.nbytes:
+            raise ManifestError(
+                f"{meta} has {meta.nbytes} bytes, a chunk carries its bytes {piece.start} to "
+                f"{piece.start + piece.nbytes}: dtype or shape differ from the manifest",
+                name=piece.name,
+            )
+        if piece.offset < 0 or piece.offset + piece.nbytes > chunk.payload.numel():
+            raise ManifestError(f"{piece.name} reaches past the end of its chunk", name=piece.name)
+        if self._verify and piece.digest is None:
+            raise DigestError(f"{piece.name} came without a digest", name=piece.name)
+
+    def _take(self, piece: Piece, chunk: WeightChunk, loan: _Loan) -> None:
+        meta = self.manifest.by_name[piece.name]
+        self._claim(piece)
+        data = chunk.payload[piece.offset : piece.offset + piece.nbytes]
+        group = self._of_name.get(piece.name)
+        whole = piece.nbytes == meta.nbytes
+        usable = data.data_ptr() % meta.torch_dtype.itemsize == 0
+        if group is None or (chunk.stable and whole and usable):
+            self._verify_piece(piece, digest_bytes(data) if self._verify else None)
+            tensor = from_bytes(data, meta.torch_dtype, meta.shape) if group is not None and whole else None
+        else:
+            staged = self._staging(group, piece)
+            if self._verify:
+                self._verify_piece(piece, copy_and_digest(staged, data))
+            else:
+                staged.copy_(data)
+            tensor = None
+        with self._changed:
+            self.content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
+            if group is not None and tensor is not None:
+                group.chunks.append(loan)
+                loan.users += 1
+            if sum(end - start for start, end in self._arrived[piece.name]) < meta.nbytes:
+                return
+            self._whole.add(piece.name)
+            self._changed.notify_all()
+            if group is None:
+                return
+            if tensor is None:
+                assert group.buffer is not None
+                start = self._offset[piece.name]
+                tensor = from_bytes(group.buffer[start : start + meta.nbytes], meta.torch_dtype, meta.shape)
+            group.tensors[piece.name] = tensor
+            group.pending -= 1
+            if group.pending == 0:
+                self._ready.append(group)
+                self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
+
+    def _claim(self, piece: Piece) -> None:
+        """Note that the piece has come; refuse bytes that have come before."""
+        with self._changed:
+            self._raise_if_failed()
+            runs = self._arrived.setdefault(piece.name, [])
+            start, end = piece.start, piece.start + piece.nbytes
+            if piece.name in self._whole or any(start < e and s < end for s, e in runs) or (start, end) in runs:
+                raise IncompleteUpdateError(f"{piece.name} came twice", duplicated=[piece.name])
+            runs.append((start, end))
+
+    def _verify_piece(self, piece: Piece, digest: int | None) -> None:
+        if digest is not None and digest != piece.digest:
+            raise DigestError(
+                f"{piece.name}: bytes {piece.start} to {piece.start + piece.nbytes} differ from what the sender read "
+                f"(xxh3_64 {digest:016x}, sent {piece.digest:016x})",
+                name=piece.name,
+            )
+
+    def _staging(self, group: _Group, piece: Piece) -> torch.Tensor:
+        """The piece's place in the group's staging buffer, which is made on first use, when there is room."""
+        with self._changed:
+            if group.buffer is None:
+                self._wait_for_room(group)
+            if group.buffer is None:
+                self._used_bytes += group.staging_bytes
+                self.peak_staging_bytes = max(self.peak_staging_bytes, self._used_bytes)
+                group.buffer = torch.empty(group.staging_bytes, dtype=torch.uint8)
+            start = self._offset[piece.name] + piece.start
+            return group.buffer[start : start + piece.nbytes]
+
+    def _wait_for_room(self, group: _Group) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        self._waiting_producers += 1
+        try:
+            while group.buffer is None and self._used_bytes + group.staging_bytes > self.staging_limit_bytes:
+                self._raise_if_failed()
+                if self._freeable_bytes == 0 and self._waiting_producers >= self._producers:
+                    raise self._stuck(group)
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise UpdateTimeoutError(
+                        f"no room to stage module group {group.spec.key} for {self._timeout_s:g} s: "
+                        f"{self._used_bytes} of {self.staging_limit_bytes} bytes are in use"
+                    )
+        finally:
+            self._waiting_producers -= 1
+        self._raise_if_failed()
+
+    def _stuck(self, group: _Group) -> StagingLimitError:
+        partial = [g for g in self._groups if g.buffer is not None and g.pending]
+        needed = sum(g.staging_bytes for g in [*partial, group])
+        names = ", ".join(g.spec.key for g in partial[:3])
+        return StagingLimitError(
+            f"module group {group.spec.key} needs {group.staging_bytes} bytes of staging, but "
+            f"{len(partial)} groups that are not whole ({names}) fill staging_limit_bytes ({self.staging_limit_bytes}): "
+            f"send each group's tensors together, or raise the limit to {needed} or more",
+            group=group.spec.key,
+            needed_bytes=needed,
+            limit_bytes=self.staging_limit_bytes,
+        )
+
+    # ---- consumer -------------------------------------------------------------------------------------------
+
+    def groups(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Each group, once, as it becomes whole: (name, tensor) pairs, ties included.
+
+        A group's memory is given back when the next one is asked for. Ends after the last group and the last
+        dropped tensor.
+
+        Raises:
+            IncompleteUpdateError: the producers are done and something is missing. And whatever failed the update.
+        """
+        while True:
+            group = self._next_group()
+            if group is None:
+                self.wait_whole()
+                return
+            aliases = self.manifest.aliases
+            yield [(name, group.tensors[aliases.get(name, name)]) for name in group.spec.names]
+            self._give_back(group)
+
+    def _next_group(self) -> _Group | None:
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while not self._ready:
+                self._raise_if_failed()
+                if self._handed_out == len(self._groups):
+                    return None
+                self._raise_if_missing()
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise self._late()
+            self._raise_if_failed()
+            self._handed_out += 1
+            return self._ready.popleft()
+
+    def _give_back(self, group: _Group) -> None:
+        with self._changed:
+            if group.buffer is not None:
+                self._used_bytes -= group.staging_bytes
+                self._freeable_bytes -= group.staging_bytes
+            group.buffer = None
+            group.tensors = {}
+            loans, group.chunks = group.chunks, []
+            for loan in loans:
+                loan.drop()
+            self._changed.notify_all()
+
+    def is_whole(self, wait_s: float = 0.0) -> bool:
+        """Whether everything arrived and was verified; waits at most *wait_s* for it.
+
+        Raises:
+            IncompleteUpdateError: the producers are done and something is missing. And whatever failed the update.
+        """
+        with self._changed:
+            self._changed.wait_for(self._is_decided, wait_s)
+            self._raise_if_failed()
+            if self._all_here():
+                return True
+            self._raise_if_missing()
+            return False
+
+    def _all_here(self) -> bool:
+        return len(self._whole) == len(self.manifest.tensors)
+
+    def _is_decided(self) -> bool:
+        return self._error is not None or self._closed or self._producers <= 0 or self._all_here()
+
+    def wait_whole(self) -> None:
+        """Wait until everything arrived; raises as `is_whole`, and UpdateTimeoutError when nothing came for
+        `timeout_s`."""
+        with self._changed:
+            count = -1
+            while not self.is_whole():
+                if count != len(self._whole):
+                    count, deadline = len(self._whole), time.monotonic() + self._timeout_s
+                if not self._changed.wait(deadline - time.monotonic()) and count == len(self._whole):
+                    raise self._late()
+
+    def missing(self) -> list[str]:
+        """Canonical names that are not whole yet, in the manifest's order."""
+        with self._changed:
+            return [meta.name for meta in self.manifest.tensors if meta.name not in self._whole]
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise WeightSyncError("the update was aborted")
+
+    def _raise_if_missing(self) -> None:
+        if self._producers <= 0 and (missing := self.missing()):
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            self._error = IncompleteUpdateError(f"missing: {shown}", missing=missing)
+            raise self._error
+
+    def _late(self) -> UpdateTimeoutError:
+        missing = self.missing()
+        return UpdateTimeoutError(
+            f"nothing arrived for {self._timeout_s:g} s; {len(missing)} tensors are missing, the first is {missing[0]}"
+            if missing
+            else f"no module group became whole for {self._timeout_s:g} s"
+        )
+
+    def close(self) -> None:
+        """Give all memory and chunks back; producers that still come are refused. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for group in self._groups:
+                group.buffer, group.tensors = None, {}
+                loans, group.chunks = group.chunks, []
+                for loan in loans:
+                    loan.drop()
+            self._ready.clear()
+            self._used_bytes = self._freeable_bytes = 0
+            self._changed.notify_all()
+
+
+def regroup(manifest: Manifest, groups: Iterable[ModuleGroup]) -> tuple[str, ...]:
+    """All canonical names, group by group, then those in no group: the order that keeps least staging open."""
+    names = [name for group in groups for name in group.names if name in manifest.by_name]
+    placed = set(names)
+    return (*names, *(meta.name for meta in manifest.tensors if meta.name not in placed))

@@ -1,0 +1,178 @@
+"""SyncConfig: every setting of a weight sync, from keywords, a dict or a YAML file.
+
+Unknown keys are refused, sizes may be written as text ("512MiB"), and an error in a file names file, line and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import yaml
+
+from weightsync.errors import ConfigError
+
+T = TypeVar("T")
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
+
+
+def parse_bytes(value: int | str, *, key: str) -> int:
+    """Bytes from a number or from text such as "512MiB" (1024-based) or "2GB" (1000-based).
+
+    Raises:
+        ConfigError: not a size, or not positive.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+        if match is None or match[2].lower() not in units:
+            raise ConfigError(f'{key}: {value!r} is not a size; write for example 67108864 or "64MiB"', key=key)
+        value = int(float(match[1]) * units[match[2].lower()])
+    if value <= 0:
+        raise ConfigError(f"{key}: must be more than 0 bytes, is {value}", key=key)
+    return value
+
+
+class TransportRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which transport serves the pairs that match; the first rule that fits decides."""
+
+    use: str
+    same_host: bool | None = None
+    """True: only pairs on one host. False: only pairs on two. None: both."""
+
+
+class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of one weight sync. All have defaults that work on one machine and on several."""
+
+    transport: str | tuple[TransportRule, ...] = "auto"
+    """Name of a transport; "auto": shared_memory within a host, broadcast across; or rules per pair."""
+    apply: Literal["auto", "staged", "streaming"] = "auto"
+    """staged: vote over the whole model before the first byte is applied. streaming: groups go into the reload as they
+    arrive; least memory, but a failure poisons. auto: staged where that costs no copy or fits the budget."""
+    timeout_s: float = 120.0
+    """Bound of each wait: for an answer, a chunk, room to stage, the end of a phase."""
+    staging_limit_bytes: int | str = "4GiB"
+    """Staging memory that one rank, trainer or engine, may hold for updates."""
+    bucket_bytes: int | str = "16MiB"
+    """Size of a transport's bucket, and of the steps in which bytes are announced and verified."""
+    digest: bool = True
+    """Digest every byte on both sides, before the vote."""
+    wire_dtype: dict[str, str] = {}
+    """Name pattern (as in a shell: "*", "*.bias") -> dtype in which matching floating-point tensors travel; the first
+    pattern that fits decides. Empty: tensors keep their dtype."""
+    on_commit: tuple[Literal["flush_prefix_cache"], ...] = ("flush_prefix_cache",)
+    """What an engine drops along with the old weights."""
+    on_failure: Literal["raise", "poison"] = "raise"
+    """When an apply fails on some engines: raise: update() raises. poison: update() returns a report that lists them.
+    In both cases they refuse to serve until a whole update, and the others commit."""
+    pause: Literal["keep", "wait", "abort"] = "keep"
+    """What happens to requests in flight where the engine generates during updates (AsyncLLM): go on with the new
+    weights afterwards, finish first, or end."""
+    unfed: Literal["report", "error"] = "report"
+    """Engine parameters that no trainer tensor feeds: only list them in the report, or refuse to connect."""
+    count_changed_values: bool = False
+    """Count the values that differ from the update before, where the sender keeps a copy (shared_memory's stage)."""
+
+    def __post_init__(self) -> None:
+        for key in ("staging_limit_bytes", "bucket_bytes"):
+            msgspec.structs.force_setattr(self, key, parse_bytes(getattr(self, key), key=key))
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s: must be more than 0, is {self.timeout_s:g}", key="timeout_s")
+
+    @property
+    def staging_limit(self) -> int:
+        """`staging_limit_bytes` as a number."""
+        return int(self.staging_limit_bytes)
+
+    @property
+    def bucket(self) -> int:
+        """`bucket_bytes` as a number."""
+        return int(self.bucket_bytes)
+
+    @classmethod
+    def load(cls, source: SyncConfig | str | Path | dict[str, Any] | None) -> SyncConfig:
+        """A config from whatever a user has: itself, a path of a YAML file, a dict, or None for the defaults.
+
+        Raises:
+            ConfigError: with key, and file and line where there is a file.
+        """
+        if source is None:
+            return cls()
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, dict):
+            return convert(source, cls)
+        return load_yaml(Path(str(source)), cls)
+
+
+def convert(data: Any, kind: type[T]) -> T:
+    """*data* as *kind*; errors name the key and suggest the nearest known one.
+
+    Raises:
+        ConfigError: wrong type, unknown key or bad value.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise _explain(error, kind) from None
+
+
+def load_yaml(path: Path, kind: type[T]) -> T:
+    """The YAML file at *path* as *kind*.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or does not fit; with the line of the culprit.
+    """
+    try:
+        text = path.read_text()
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})", file=str(path)) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else None
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{path}:{line}: not YAML: {problem}", file=str(path), line=line) from error
+    try:
+        return convert({} if data is None else data, kind)
+    except ConfigError as error:
+        line = _line_of(root, error.key or "")
+        raise ConfigError(f"{path}:{line}: {error}", key=error.key, file=str(path), line=line) from None
+
+
+def _explain(error: msgspec.ValidationError, kind: type) -> ConfigError:
+    text, _, path = str(error).partition(" - at `$")
+    key = path.rstrip("`").lstrip(".") if path else ""
+    unknown = re.search(r"unknown field `(.+?)`", text)
+    if unknown:
+        key = f"{key}.{unknown[1]}" if key else unknown[1]
+        known = [field.name for field in msgspec.structs.fields(kind)] if issubclass(kind, msgspec.Struct) else []
+        near = difflib.get_close_matches(unknown[1], known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return ConfigError(f"{key}: unknown key; {hint}", key=key)
+    return ConfigError(f"{key or 'config'}: {text[:1].lower()}{text[1:]}", key=key or None)
+
+
+def _line_of(root: yaml.Node | None, key: str) -> int:
+    """The line of the deepest node on the way to *key* ("a.b[0].c")."""
+    node, line = root, (root.start_mark.line + 1 if root is not None else 1)
+    for part in re.findall(r"[^.\[\]]+", key):
+        found: yaml.Node | None = None
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                if name.value == part:
+                    found, line = value, name.start_mark.line + 1
+        elif isinstance(node, yaml.SequenceNode) and part.isdigit() and int(part) < len(node.value):
+            found = node.value[int(part)]
+            line = found.start_mark.line + 1
+        if found is None:
+            break
+        node = found
+    return line

@@ -1,0 +1,56 @@
+"""Digests of bytes: what a sender read and what a receiver holds are the same, or it is seen.
+
+The algorithm is xxh3 (64 bit), a checksum against faults, not against an adversary.
+Copy and digest go block by block through the cache, so the proof does not read
+the payload from memory a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import torch
+import xxhash
+
+ALGORITHM = "xxh3_64"
+_BLOCK_BYTES = (
+    1 << 20
+)  # 1 MiB: copy 26 ms, copy + digest 28 ms for 270 MB; 256 KiB 31 ms (AMD EPYC, one thread, 2026-11)
+_MASK = (1 << 64) - 1
+
+
+def digest_bytes(data: torch.Tensor) -> int:
+    """Digest of a 1-D uint8 CPU tensor."""
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
+
+
+def copy_and_digest(destination: torch.Tensor, source: torch.Tensor) -> int:
+    """Copy *source* over *destination* (1-D uint8 CPU tensors of one length); digest of what was written."""
+    if source.numel() <= _BLOCK_BYTES:
+        destination.copy_(source)
+        return digest_bytes(destination)
+    state = xxhash.xxh3_64()
+    for start in range(0, source.numel(), _BLOCK_BYTES):
+        block = destination[start : start + _BLOCK_BYTES]
+        block.copy_(source[start : start + _BLOCK_BYTES])
+        state.update(block.numpy().data)
+    return state.intdigest()
+
+
+def digest_text(parts: Iterable[object]) -> str:
+    """Hex digest (128 bit) of plain data; the same in every process, whatever its hash seed."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(list(parts)))
+
+
+class ContentDigest:
+    """Digest of a whole transfer: a sum over its pieces, so neither order nor the number of senders matters."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.nbytes = 0
+
+    def add(self, name: str, start: int, nbytes: int, digest: int) -> None:
+        mixed = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((name, start, nbytes, digest)))
+        self.value = (self.value + mixed) & _MASK
+        self.nbytes += nbytes

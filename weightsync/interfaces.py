@@ -1,0 +1,202 @@
+"""What a transport must be (ABCs, we own them) and what a model must offer (Protocols, we are given them).
+
+A transport opens, moves, closes. It does not convert, apply, retry or choose. One sender object serves
+all receivers that use it; control messages do not pass through it but through whoever drives the update.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+
+from weightsync.chunk import WeightChunk
+from weightsync.errors import WeightSyncError
+from weightsync.loadmap import LoadMap
+from weightsync.manifest import Manifest, TensorMeta
+from weightsync.messages import Reply, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkContext:
+    """What both ends of a link are told when it opens."""
+
+    sender: int
+    """Index of the sender rank."""
+    num_receivers: int
+    host: str
+    """Address of the sender's node, as other nodes reach it."""
+    token: str
+    """Unguessable, new for each link."""
+    timeout_s: float
+    bucket_bytes: int
+    staging_limit_bytes: int
+    digest: bool
+    count_changed_values: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One version on its way over one link."""
+
+    version: int
+    manifest: Manifest
+    names: tuple[str, ...]
+    """Canonical names that this sender sends, in the order that it sends them where it can choose."""
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """What a sender did for one version."""
+
+    nbytes: int = 0
+    content_digest: int = 0
+    changed_values: int | None = None
+    """Values that differ from the version before; None where the sender keeps no copy to compare with."""
+
+
+class SenderTransport(ABC):
+    """The trainer's end of the links from one sender rank to all its receivers.
+
+    Calls come in the order open, connect, (send, finish)*, close; all but `abort` from one thread at a time.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, context: LinkContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def open(self, names: tuple[TensorMeta, ...]) -> bytes:
+        """Get ready for the tensors to be sent; returns what receivers need in order to find this end.
+
+        Does not wait for anybody.
+        """
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Wait, at most `timeout_s`, until every receiver has connected.
+
+        Raises:
+            TransportError: a receiver did not come; the message says which.
+        """
+
+    @abstractmethod
+    def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
+        """Move the tensors to every receiver. Returns when this end need do no more.
+
+        The tensors may be on any device, strided in any way, and of another dtype than their meta's, which
+        is the wire's; each may be changed by its owner as soon as the iterator is asked for the next one,
+        unless it lies in shared memory, where it must stay as it is until `finish`.
+
+        Raises:
+            TransportError: a link broke. UpdateTimeoutError: a receiver did not answer in time.
+        """
+
+    @abstractmethod
+    def stable(self) -> bool:
+        """Whether chunks stay readable where they lie until `finish`, so that receivers need no copy of them."""
+
+    def finish(self) -> None:  # noqa: B027 - a transport without a fence has nothing to do
+        """Every receiver is done with the version; its memory may be written again."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """From any thread: make `connect` and `send` raise soon. Only `close` may follow."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Idempotent; releases even when the goodbye fails."""
+
+
+class ReceiverTransport(ABC):
+    """The engine's end of the link from one sender rank. Calls come in the order connect, receive*, close."""
+
+    name: ClassVar[str]
+
+    def __init__(self, context: LinkContext, *, receiver: int) -> None:
+        self.context = context
+        self.receiver = receiver
+
+    @abstractmethod
+    def connect(self, address: bytes) -> None:
+        """Connect to the sender that returned *address*, within `timeout_s`.
+
+        Raises:
+            TransportError: the sender cannot be reached, or is not the one that was meant.
+        """
+
+    @abstractmethod
+    def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
+        """The chunks of one version, each on loan until released; ends after the last.
+
+        Raises:
+            TransportError: the link broke. UpdateTimeoutError: nothing came for `timeout_s`.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """From any thread: make `connect` and `receive` raise soon. Only `close` may follow."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Idempotent; releases even when the goodbye fails."""
+
+
+@runtime_checkable
+class EngineAdapter(Protocol):
+    """One rank of an engine, in the process where its model lives. `runtime_checkable` checks names only."""
+
+    def load_map(self, manifest: Manifest) -> LoadMap:
+        """Where the manifest's tensors land on this rank. The model is left as it was, whatever happens.
+
+        Raises:
+            ManifestError: the model's loader refuses a name or a shape.
+        """
+        ...
+
+    def check_ready(self) -> None:
+        """Raises EngineStateError, with the cure, where the engine cannot take an update as it is."""
+        ...
+
+    def apply(self, groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> int:
+        """Load whole module groups, in one reload; returns how often the loader ran, which is once.
+
+        A group's tensors are on loan until the next is asked for, or, where the loader keeps them longer, as long
+        as it refers to them.
+
+        On error the loader is left ready for a new reload, the weights are mixed, and the error is raised.
+        """
+        ...
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """What a trainer rank hands out, besides a module: pairs of checkpoint name and tensor.
+
+    Asked anew for each update. Where making the pairs is collective, every rank must iterate to the end.
+    """
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@runtime_checkable
+class Fleet(Protocol):
+    """How a session reaches its parties: trainer ranks, and engines with all their ranks."""
+
+    @property
+    def trainers(self) -> Sequence[str]: ...
+
+    @property
+    def engines(self) -> Sequence[str]: ...
+
+    def send(self, party: str, request: Request) -> None:
+        """Start a call and return. One still under way to the same party is superseded, and its reply dropped."""
+        ...
+
+    def replies(self, wait_s: float) -> Iterable[tuple[str, tuple[Reply, ...] | WeightSyncError]]:
+        """(party, one reply a rank, or why there are none) for the calls that ended; waits at most *wait_s*."""
+        ...

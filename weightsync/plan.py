@@ -1,0 +1,91 @@
+"""Who sends what: pure functions over names, bytes and places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weightsync.config import SyncConfig
+from weightsync.errors import AgreementError, ConfigError, ManifestError
+from weightsync.identity import Identity
+from weightsync.manifest import Manifest, TensorMeta
+from weightsync.registry import transport_names
+
+
+def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
+    """The manifest of all trainer ranks together; a rank may hold some names only.
+
+    Raises:
+        AgreementError: two ranks describe a tensor differently, or tie it differently; both are named.
+    """
+    metas: dict[str, tuple[TensorMeta, int]] = {}
+    aliases: dict[str, tuple[str, int]] = {}
+    for rank, manifest in enumerate(manifests):
+        for meta in manifest.tensors:
+            known, first = metas.setdefault(meta.name, (meta, rank))
+            if known != meta:
+                raise AgreementError(
+                    f"trainer {first} has {known}, trainer {rank} has {meta}", rank=f"trainer {rank}", field=meta.name
+                )
+        for alias, canonical in manifest.aliases.items():
+            tied, first = aliases.setdefault(alias, (canonical, rank))
+            if tied != canonical:
+                raise AgreementError(
+                    f"trainer {first} ties {alias} to {tied}, trainer {rank} to {canonical}",
+                    rank=f"trainer {rank}",
+                    field=alias,
+                )
+    for alias, (canonical, rank) in aliases.items():
+        if alias in metas:
+            raise AgreementError(
+                f"trainer {rank} ties {alias} to {canonical}, trainer {metas[alias][1]} has it as a tensor of its own",
+                rank=f"trainer {rank}",
+                field=alias,
+            )
+    if not metas:
+        raise ManifestError("the trainers hold no tensors; check source")
+    return Manifest(tuple(meta for meta, _ in metas.values()), {alias: name for alias, (name, _) in aliases.items()})
+
+
+def assign_owners(manifest: Manifest, held: Sequence[Manifest], order: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each trainer rank the names that it sends, in *order*: each name once, from a rank that holds it.
+
+    Runs of names that stand together in *order* stay together, so that module groups come whole; bytes are balanced
+    over the ranks.
+    """
+    total = sum(meta.nbytes for meta in manifest.tensors)
+    share = total / len(held)
+    load = [0] * len(held)
+    names: list[list[str]] = [[] for _ in held]
+    rank = 0
+    for name in order:
+        holders = [i for i, part in enumerate(held) if name in part.by_name]
+        # Stay with the rank of the name before while it has room: neighbours belong together.
+        if rank not in holders or load[rank] >= share:
+            rank = min(holders, key=lambda i: load[i])
+        load[rank] += manifest.by_name[name].nbytes
+        names[rank].append(name)
+    return [tuple(part) for part in names]
+
+
+def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity) -> str:
+    """The name of the transport for one pair.
+
+    Raises:
+        ConfigError: the configured transport is unknown, or no rule fits the pair.
+    """
+    same_host = sender.machine == receiver.machine
+    if isinstance(config.transport, str):
+        name = config.transport
+    else:
+        fitting = [rule.use for rule in config.transport if rule.same_host in (None, same_host)]
+        if not fitting:
+            place = "on one host" if same_host else "on two hosts"
+            raise ConfigError(f"transport: no rule fits a pair {place}; add one without same_host", key="transport")
+        name = fitting[0]
+    if name == "auto":
+        return "shared_memory" if same_host else "broadcast"
+    if name not in transport_names():
+        raise ConfigError(
+            f"transport: unknown transport {name!r}; known: auto, {', '.join(transport_names())}", key="transport"
+        )
+    return name

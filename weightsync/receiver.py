@@ -1,0 +1,229 @@
+"""One engine rank's part in a weight sync: receives, coalesces, votes, applies once."""
+
+from __future__ import annotations
+
+import time
+
+from weightsync import messages as m
+from weightsync.background import Background
+from weightsync.coalescer import Coalescer, check_budget, regroup
+from weightsync.config import SyncConfig
+from weightsync.errors import EngineStateError, ErrorInfo, TransportError, WeightSyncError
+from weightsync.identity import identify
+from weightsync.interfaces import EngineAdapter, ReceiverTransport, Transfer
+from weightsync.loadmap import LoadMap
+from weightsync.manifest import Manifest
+from weightsync.registry import transport_classes
+from weightsync.report import LoadSummary
+from weightsync.sender import link_context
+
+
+class ReceiverRank:
+    """Driven by `handle`, one request at a time. The model is touched by `OpenReceiver` and `Apply` alone."""
+
+    def __init__(self, adapter: EngineAdapter, *, rank: int = 0) -> None:
+        self._adapter = adapter
+        self._rank = rank
+        self.name = f"engine rank {rank}"
+        self._config = SyncConfig()
+        self._manifest: Manifest | None = None
+        self._load_map: LoadMap | None = None
+        self._links: list[tuple[m.ReceiverLink, ReceiverTransport]] = []
+        self._connecting: Background[m.Ok] | None = None
+        self._receiving: list[Background[None]] = []
+        self._coalescer: Coalescer | None = None
+        self._started = 0.0
+        self._applied = False
+        self.poisoned = False
+        self._version = 0
+        self._epoch = 0
+
+    def handle(self, request: m.Request) -> m.Reply:
+        """Answer; an error becomes a `Failed` reply that names this rank."""
+        try:
+            return self._handle(request)
+        except Exception as error:
+            return m.Failed(error=ErrorInfo.of(error, rank=self.name), poisoned=self.poisoned)
+
+    def _handle(self, request: m.Request) -> m.Reply:
+        match request:
+            case m.OpenReceiver():
+                return self._open(request)
+            case m.Connect():
+                return self._connect(request)
+            case m.Prepare():
+                return self._prepare(request)
+            case m.Transfer():
+                return self._receive(request.version)
+            case m.Poll():
+                return self._poll(request.wait_s)
+            case m.Apply():
+                return self._apply(request.version)
+            case m.Commit():
+                return self._commit(request.version)
+            case m.Abort():
+                self.poisoned = self.poisoned or self._applied
+                self._drop_links()
+                return m.Ok()
+            case m.Close():
+                self._drop_links()
+                return m.Ok()
+            case _:
+                raise WeightSyncError(f"an engine cannot handle {type(request).__name__}")
+
+    def _open(self, request: m.OpenReceiver) -> m.ReceiverOpened:
+        self._drop_links()
+        self.name = f"engine {request.engine} rank {self._rank}"
+        self._config, self._manifest = request.config, request.manifest
+        self._load_map = load_map = self._adapter.load_map(request.manifest)
+        if load_map.unfed and self._config.unfed == "error":
+            raise EngineStateError(
+                f"no trainer tensor feeds {', '.join(load_map.unfed[:5])}: they would keep their old values; send them, "
+                "or set unfed: report"
+            )
+        summary = LoadSummary(
+            rank=self.name,
+            num_groups=len(load_map.groups),
+            unmapped=load_map.unmapped,
+            unfed=load_map.unfed,
+            casts=load_map.casts(request.manifest),
+            fallback=load_map.fallback,
+        )
+        return m.ReceiverOpened(
+            identity=identify(),
+            rank=self._rank,
+            manifest_digest=request.manifest.digest,
+            load_map_digest=load_map.digest,
+            load=summary,
+            order=regroup(request.manifest, load_map.groups),
+            version=self._version,
+        )
+
+    def _connect(self, request: m.Connect) -> m.Reply:
+        for link in request.links:
+            index = link.receiver.get(self._rank)
+            if index is not None:
+                receiver = transport_classes(link.plan.transport)[1]
+                self._links.append((link, receiver(link_context(link.plan, self._config), receiver=index)))
+
+        def connect() -> m.Ok:
+            # In the order of the senders, which is the same on every receiver: links that are collective to open
+            # cannot wait for one another in a circle.
+            for link, transport in self._links:
+                transport.connect(link.address)
+            return m.Ok()
+
+        self._connecting = Background(connect, name="connect")
+        return self._poll(0)
+
+    def _prepare(self, request: m.Prepare) -> m.Prepared:
+        if self._manifest is None or self._load_map is None or not self._links:
+            raise TransportError("the links are not open")
+        self._adapter.check_ready()
+        copied = {name for link, _ in self._links if not link.stable for name in link.names}
+        check_budget(
+            self._manifest,
+            self._load_map.groups,
+            copied=copied,
+            limit_bytes=self._config.staging_limit,
+            whole_model=request.staged,
+        )
+        self._epoch = request.epoch
+        return m.Prepared(
+            version=self._version,
+            epoch=self._epoch,
+            manifest_digest=self._manifest.digest,
+            poisoned=self.poisoned,
+        )
+
+    def _receive(self, version: int) -> m.Reply:
+        assert self._manifest is not None and self._load_map is not None
+        self._started = time.perf_counter()
+        self._applied = False
+        self._coalescer = Coalescer(
+            self._manifest,
+            self._load_map.groups,
+            version=version,
+            staging_limit_bytes=self._config.staging_limit,
+            timeout_s=self._config.timeout_s,
+            num_producers=len(self._links),
+            verify=self._config.digest,
+        )
+        self._receiving = [
+            Background(lambda link=link, transport=transport: self._drain(link, transport, version), name="receive")  # type: ignore[misc]
+            for link, transport in self._links
+        ]
+        return m.Pending()
+
+    def _drain(self, link: m.ReceiverLink, transport: ReceiverTransport, version: int) -> None:
+        """Move one link's chunks into the coalescer."""
+        assert self._coalescer is not None and self._manifest is not None
+        coalescer = self._coalescer
+        try:
+            for chunk in transport.receive(Transfer(version=version, manifest=self._manifest, names=link.names)):
+                coalescer.put(chunk)
+            coalescer.producer_done()
+        except WeightSyncError as error:
+            coalescer.fail(error)
+        except Exception as error:
+            coalescer.fail(TransportError(f"{transport.name} link to trainer {link.plan.sender}: {error!r}"))
+
+    def _poll(self, wait_s: float) -> m.Reply:
+        if self._connecting is not None:
+            if not self._connecting.is_done(wait_s):
+                return m.Pending()
+            work, self._connecting = self._connecting, None
+            return work.result()
+        if self._coalescer is None:
+            raise WeightSyncError("nothing is under way")
+        if not self._coalescer.is_whole(wait_s):
+            return m.Pending(progress=self._coalescer.content.nbytes)
+        return self._vote()
+
+    def _vote(self) -> m.Vote:
+        assert self._coalescer is not None
+        return m.Vote(
+            nbytes=self._coalescer.content.nbytes,
+            content_digest=self._coalescer.content.value,
+            peak_staging_bytes=self._coalescer.peak_staging_bytes,
+            seconds=time.perf_counter() - self._started,
+        )
+
+    def _apply(self, version: int) -> m.Reply:
+        if self._coalescer is None or self._coalescer.version != version:
+            raise WeightSyncError(f"version {version} was not received, it cannot be applied")
+        start = time.perf_counter()
+        self._applied = True
+        try:
+            reloads = self._adapter.apply(self._coalescer.groups())
+            self._coalescer.wait_whole()
+        except BaseException:
+            self.poisoned = True
+            raise
+        return m.Applied(vote=self._vote(), seconds=time.perf_counter() - start, reloads=reloads)
+
+    def _commit(self, version: int) -> m.Ok:
+        if self._coalescer is None or self._coalescer.version != version or not self._applied:
+            raise WeightSyncError(f"version {version} was not applied, it cannot be committed")
+        self._forget_update()
+        self.poisoned = False
+        self._version = version
+        return m.Ok()
+
+    def _forget_update(self) -> None:
+        if self._coalescer is not None:
+            self._coalescer.close()
+        for work in self._receiving:
+            work.join(self._config.timeout_s)
+        self._coalescer, self._receiving, self._applied = None, [], False
+
+    def _drop_links(self) -> None:
+        for _, transport in self._links:
+            transport.abort()
+        self._forget_update()
+        if self._connecting is not None:
+            self._connecting.join(self._config.timeout_s)
+            self._connecting = None
+        for _, transport in self._links:
+            transport.close()
+        self._links = []

@@ -1,0 +1,44 @@
+"""Transports by name. The module of a transport is imported only when it is chosen."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib.metadata import entry_points
+
+from weightsync.errors import ConfigError
+from weightsync.interfaces import ReceiverTransport, SenderTransport
+
+# Entry points (group "weightsync.transports") serve third parties only: they do not exist in a tree that Ray
+# shipped and nobody installed.
+_BUILT_IN: dict[str, tuple[str, str]] = {
+    "shared_memory": (
+        "weightsync.transports.shared_memory:SharedMemorySender",
+        "weightsync.transports.shared_memory:SharedMemoryReceiver",
+    ),
+    "broadcast": (
+        "weightsync.transports.broadcast:BroadcastSender",
+        "weightsync.transports.broadcast:BroadcastReceiver",
+    ),
+}
+
+
+def transport_names() -> list[str]:
+    """All known names, third parties' included."""
+    return sorted(_BUILT_IN.keys() | {point.name for point in entry_points(group="weightsync.transports")})
+
+
+def transport_classes(name: str) -> tuple[type[SenderTransport], type[ReceiverTransport]]:
+    """(sender class, receiver class) of a transport.
+
+    A third party's entry point names a function or constant that is such a pair.
+
+    Raises:
+        ConfigError: no transport has this name; the known ones are listed.
+    """
+    if name in _BUILT_IN:
+        sender, receiver = map(pkgutil.resolve_name, _BUILT_IN[name])
+        return sender, receiver
+    for point in entry_points(group="weightsync.transports", name=name):
+        sender, receiver = point.load()
+        return sender, receiver
+    raise ConfigError(f"unknown transport {name!r}; known: auto, {', '.join(transport_names())}", key="transport")

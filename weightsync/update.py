@@ -1,0 +1,280 @@
+"""One update's state machine, without I/O.
+
+Fed with replies, errors and the time; answers with commands to send. It can be driven by Ray, by a test, or for
+thousands of simulated ranks. A party is a trainer rank, or an engine with all its ranks.
+
+    prepare ──▶ transfer ──▶ apply ──▶ commit ──▶ done
+       │            │          └─ engines that fail are poisoned; the others commit
+       └────────────┴─▶ abort ──▶ failed            (no engine has changed)
+
+With apply "streaming" an engine applies while it receives, so there a failed transfer poisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from weightsync import messages as m
+from weightsync.errors import (
+    AgreementError,
+    DigestError,
+    EnginePoisonedError,
+    UpdateTimeoutError,
+    WeightSyncError,
+)
+
+POLL_S = 0.02  # how long a party may hold an answer back while nothing happens
+
+
+class Phase(StrEnum):
+    PREPARE = "prepare"
+    TRANSFER = "transfer"
+    APPLY = "apply"
+    COMMIT = "commit"
+    ABORT = "abort"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Send *request* to *party*, and give its reply to `on_reply`."""
+
+    party: str
+    request: m.Request
+
+
+class UpdateMachine:
+    """Call `start`, then `on_reply`, `on_error` or `on_tick` until `finished`; carry out what each returns.
+
+    A new command to a party supersedes the one before; a reply that still comes to that one must not be fed in.
+    """
+
+    def __init__(
+        self,
+        *,
+        version: int,
+        epoch: int,
+        manifest_digest: str,
+        trainers: Sequence[str],
+        engines: Sequence[str],
+        staged: bool,
+        timeout_s: float,
+    ) -> None:
+        self.version = version
+        self.phase = Phase.PREPARE
+        self.error: WeightSyncError | None = None
+        """Why the update failed; after `commit`, why some engines are poisoned."""
+        self.poisoned: dict[str, WeightSyncError] = {}
+        self.sent: dict[str, m.Sent] = {}
+        self.applied: dict[str, tuple[m.Applied, ...]] = {}
+        self.votes: dict[str, tuple[m.Vote, ...]] = {}
+        self.pause_s: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
+        self._epoch = epoch
+        self._manifest_digest = manifest_digest
+        self._trainers, self._engines = tuple(trainers), tuple(engines)
+        self._staged = staged
+        self._timeout_s = timeout_s
+        self._lost: set[str] = set()
+        """Parties that cannot be reached; the silent among them are still told to abort."""
+        self._silent: set[str] = set()
+        self._waiting: dict[str, float] = {}
+        """Party -> when its wait began, or last showed progress."""
+        self._progress: dict[str, int] = {}
+        self._entered = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.phase in (Phase.DONE, Phase.FAILED)
+
+    def start(self, now: float) -> list[Command]:
+        self._entered = now
+        prepare = m.Prepare(version=self.version, epoch=self._epoch, staged=self._staged)
+        return self._ask_all((*self._trainers, *self._engines), prepare, now)
+
+    def on_reply(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
+        """*party* answered, one reply a rank."""
+        if party not in self._waiting or self.finished:
+            return []
+        for reply in replies:
+            if isinstance(reply, m.Failed):
+                return self._on_failure(party, reply.error.to_error(), now)
+        match self.phase:
+            case Phase.PREPARE:
+                return self._on_prepared(party, replies, now)
+            case Phase.TRANSFER:
+                return self._on_transfer(party, replies, now)
+            case Phase.APPLY:
+                return self._on_applied(party, replies, now)
+            case Phase.COMMIT:
+                self.pause_s[party] = max((r.pause_s for r in replies if isinstance(r, m.Ok)), default=0.0)
+        return self._done(party, now)
+
+    def on_error(self, party: str, error: WeightSyncError, now: float) -> list[Command]:
+        """*party* cannot be reached any more: its process died, or the call itself failed."""
+        self._lost.add(party)
+        return self._on_failure(party, error, now) if party in self._waiting and not self.finished else []
+
+    def on_tick(self, now: float) -> list[Command]:
+        """Call now and then; a party that was silent for `timeout_s` has failed."""
+        late = [party for party, since in self._waiting.items() if now - since > self._timeout_s]
+        commands: list[Command] = []
+        for party in late:
+            if party in self._waiting and not self.finished:
+                error = UpdateTimeoutError(
+                    f"{party} did not answer for {self._timeout_s:g} s in phase {self.phase}: it is busy in a long call, "
+                    "or stuck. An actor must be free while an update runs, or be async or have a concurrency group",
+                    rank=party,
+                    phase=self.phase.value,
+                )
+                self._silent.add(party)
+                commands += self.on_error(party, error, now)
+        return commands
+
+    # ---- phases ---------------------------------------------------------------------------------------------
+
+    def _on_prepared(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
+        for i, reply in enumerate(replies):
+            rank = party if party in self._trainers else f"{party} rank {i}"
+            assert isinstance(reply, m.Prepared), reply
+            for field, theirs, ours in (
+                ("manifest_digest", reply.manifest_digest, self._manifest_digest),
+                ("epoch", reply.epoch, self._epoch),
+            ):
+                if theirs != ours:
+                    return self._on_failure(
+                        party,
+                        AgreementError(f"{rank} has {field} {theirs}, the others have {ours}", rank=rank, field=field),
+                        now,
+                    )
+            if reply.version >= self.version:
+                text = f"{rank} is at version {reply.version} already, the update is to {self.version}"
+                return self._on_failure(party, AgreementError(text, rank=rank, field="version"), now)
+        return self._done(party, now)
+
+    def _on_transfer(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
+        if party in self._trainers:
+            if isinstance(replies[0], m.Sent):
+                self.sent[party] = replies[0]
+                return self._done(party, now)
+            return self._ask(party, m.Poll(wait_s=POLL_S), now, replies)
+        if not self._staged:
+            if all(isinstance(reply, m.Applied) for reply in replies):
+                return self._note_applied(party, replies, now)
+            return self._ask(party, m.Apply(version=self.version), now)
+        if all(isinstance(reply, m.Vote) for reply in replies):
+            self.votes[party] = tuple(r for r in replies if isinstance(r, m.Vote))
+            return self._done(party, now)
+        return self._ask(party, m.Poll(wait_s=POLL_S), now, replies)
+
+    def _on_applied(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
+        return self._note_applied(party, replies, now)
+
+    def _note_applied(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
+        applied = tuple(reply for reply in replies if isinstance(reply, m.Applied))
+        assert len(applied) == len(replies), replies
+        self.applied[party] = applied
+        self.votes[party] = tuple(reply.vote for reply in applied)
+        return self._done(party, now)
+
+    def _done(self, party: str, now: float) -> list[Command]:
+        """*party* has done its part of the phase; go on with the next when all have."""
+        del self._waiting[party]
+        return [] if self._waiting else self._advance(now)
+
+    def _advance(self, now: float) -> list[Command]:
+        match self.phase:
+            case Phase.PREPARE:
+                self._enter(Phase.TRANSFER, now)
+                # Engines first: a receiver that listens never keeps a sender waiting.
+                return self._ask_all((*self._engines, *self._trainers), m.Transfer(version=self.version), now)
+            case Phase.TRANSFER:
+                error = self._compare_digests()
+                if error is not None:
+                    return self._abort(error, now)
+                if self._staged:
+                    self._enter(Phase.APPLY, now)
+                    return self._ask_all(self._engines, m.Apply(version=self.version), now)
+                return self._commit(now)
+            case Phase.APPLY:
+                return self._commit(now)
+            case Phase.COMMIT:
+                self._enter(Phase.DONE, now)
+            case Phase.ABORT:
+                self._enter(Phase.FAILED, now)
+        return []
+
+    def _compare_digests(self) -> DigestError | None:
+        total = sum(sent.content_digest for sent in self.sent.values()) % (1 << 64)
+        for party, votes in self.votes.items():
+            for i, vote in enumerate(votes):
+                if vote.content_digest != total:
+                    rank = f"{party} rank {i}"
+                    return DigestError(f"{rank} holds {vote.content_digest:016x}, {total:016x} was sent", rank=rank)
+        return None
+
+    def _commit(self, now: float) -> list[Command]:
+        healthy = [engine for engine in self._engines if engine in self.applied and engine not in self.poisoned]
+        if not healthy:
+            return self._abort(self.error or EnginePoisonedError("no engine applied the update"), now)
+        self._enter(Phase.COMMIT, now)
+        broken = [engine for engine in self.poisoned if engine not in self._lost]
+        abort = m.Abort(version=self.version, reason=str(self.error))
+        return [
+            *self._ask_all(
+                (*healthy, *(t for t in self._trainers if t not in self._lost)), m.Commit(version=self.version), now
+            ),
+            *self._ask_all(broken, abort, now),
+        ]
+
+    # ---- failure --------------------------------------------------------------------------------------------
+
+    def _on_failure(self, party: str, error: WeightSyncError, now: float) -> list[Command]:
+        error.phase = error.phase or self.phase.value
+        error.rank = error.rank or party
+        if self.phase is Phase.ABORT:
+            return self._done(party, now)
+        applying = self.phase is Phase.APPLY or (self.phase is Phase.COMMIT and party in self._engines)
+        if applying:
+            self.error = self.error or error
+            self.poisoned[party] = error
+            return self._done(party, now)
+        if self.phase is Phase.COMMIT:  # every engine has the version; a trainer that is gone cannot take it back
+            return self._done(party, now)
+        return self._abort(error, now)
+
+    def _abort(self, error: WeightSyncError, now: float) -> list[Command]:
+        self.error = error
+        if not self._staged and self.phase is Phase.TRANSFER:
+            for engine in self._engines:
+                self.poisoned.setdefault(engine, error)
+        self._enter(Phase.ABORT, now)
+        abort = m.Abort(version=self.version, reason=str(error))
+        self._waiting.clear()
+        told = [Command(party, abort) for party in self._silent]
+        parties = [p for p in (*self._trainers, *self._engines) if p not in self._lost]
+        if not parties:
+            self._enter(Phase.FAILED, now)
+        return told + self._ask_all(parties, abort, now)
+
+    # ---- helpers --------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase, now: float) -> None:
+        self.phases[self.phase.value] = now - self._entered
+        self.phase, self._entered = phase, now
+
+    def _ask_all(self, parties: Iterable[str], request: m.Request, now: float) -> list[Command]:
+        parties = list(parties)
+        self._waiting.update(dict.fromkeys(parties, now))
+        return [Command(party, request) for party in parties]
+
+    def _ask(self, party: str, request: m.Request, now: float, replies: Sequence[m.Reply] = ()) -> list[Command]:
+        """Ask again; the bound starts anew only when the party's progress moved."""
+        progress = sum(reply.progress for reply in replies if isinstance(reply, m.Pending))
+        if progress != self._progress.get(party, 0) or not replies:
+            self._progress[party] = progress
+            self._waiting[party] = now
+        return [Command(party, request)]
