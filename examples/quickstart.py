@@ -10,7 +10,6 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
 
 
-@ray.remote
 class Trainer:
     def __init__(self) -> None:
         self.model = make_model()
@@ -22,32 +21,33 @@ class Trainer:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        return float(loss)
+        return loss.item()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> list[list[float]]:
         with torch.no_grad():
-            return self.model(x)
+            outputs: list[list[float]] = self.model(x).tolist()
+            return outputs
 
 
-@ray.remote
 class Engine:
     def __init__(self) -> None:
         self.model = make_model()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> list[list[float]]:
         with torch.no_grad():
-            return self.model(x)
+            outputs: list[list[float]] = self.model(x).tolist()
+            return outputs
 
 
 if __name__ == "__main__":
     ray.init(num_cpus=2, object_store_memory=10**8, include_dashboard=False, logging_level="warning")
-    trainer, engines = Trainer.remote(), [Engine.remote(), Engine.remote()]
+    trainer, engines = ray.remote(Trainer).remote(), [ray.remote(Engine).remote() for _ in range(2)]
     x = torch.randn(4, 64)
     with ws.connect(trainers=[trainer], engines=engines, source="model", target="model") as sync:
         for _ in range(3):
             loss = ray.get(trainer.step.remote())
             report = sync.update()
             outputs = ray.get([actor.forward.remote(x) for actor in (trainer, *engines)])
-            same = all(torch.equal(outputs[0], output) for output in outputs[1:])
+            same = all(output == outputs[0] for output in outputs[1:])
             print(f"loss {loss:.4f}   {report}   engines equal the trainer: {same}")
             assert same

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,84 +26,110 @@ from weightsync.receiver import ReceiverRank
 EXTENSION = "weightsync.ray_actors.vllm_worker.WeightSyncWorkerExtension"
 
 
-def make_engine_side(actor: Any, target: Locator, index: int) -> Side:
-    """The side that fits what *target* names.
+def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | None) -> Side:
+    """The side that fits what *target* names; *previous* where it stands before the same engine.
 
     Raises:
         ConfigError: it is no engine that weightsync knows.
     """
     engine = locate(actor, target, key="target")
+    if isinstance(previous, EngineSide) and previous.engine is engine:
+        return previous
+    kind: type[EngineSide]
     if isinstance(engine, torch.nn.Module):
-        return ModuleSide(engine)
-    if asyncio.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
-        return AsyncVllmSide(engine)
-    if hasattr(engine, "collective_rpc"):
-        return VllmSide(engine)
-    raise ConfigError(
-        f"target: a {type(engine).__name__} is no engine; expected a torch.nn.Module, a vllm.LLM or a vllm AsyncLLM",
-        key="target",
-    )
+        kind = ModuleSide
+    elif asyncio.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
+        kind = AsyncVllmSide
+    elif hasattr(engine, "collective_rpc"):
+        kind = VllmSide
+    else:
+        raise ConfigError(
+            f"target: a {type(engine).__name__} is no engine; expected a torch.nn.Module, a vllm.LLM or a vllm AsyncLLM",
+            key="target",
+        )
+    return kind(engine, lambda: locate(actor, target, key="target"))
 
 
-class ModuleSide:
-    """A module in this process: one rank."""
+class EngineSide(ABC):
+    """One engine with all its ranks."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._rank = ReceiverRank(TorchModuleAdapter(module))
+    def __init__(self, engine: Any, find: Callable[[], Any]) -> None:
+        """*find* looks the engine up again, so that a replaced one is noticed."""
+        self.engine = engine
+        self._find = find
+        self._config = SyncConfig()
         self._pause = _Pause()
 
     def call(self, payload: bytes) -> list[bytes] | None:
-        request = decode_request(payload)
-        self._pause.before(request)
-        reply = self._rank.handle(request)
-        return [encode(self._pause.after(request, reply))]
-
-    def result(self) -> list[bytes] | None:
-        raise AssertionError("a module answers at once")
-
-
-class VllmSide:
-    """A vllm.LLM: nothing generates while a call runs, so that is the pause."""
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self._flush = False
-        self._pause = _Pause()
-
-    def call(self, payload: bytes) -> list[bytes] | None:
+        """Answer a request with one reply a rank; None: not ready, ask `result`."""
         request = decode_request(payload)
         if isinstance(request, m.OpenReceiver):
-            self._flush = "flush_prefix_cache" in request.config.on_commit
+            self._config = request.config
+        if isinstance(request, m.Prepare) and self._find() is not self.engine:
+            error = EngineStateError("the actor's engine was replaced by another since connect; connect again")
+            return [encode(m.Failed(error=ErrorInfo.of(error)))]
         self._pause.before(request)
-        replies = _replies(lambda: self._llm.collective_rpc("weightsync_handle", args=(payload,)))
-        # In the call that applied: no request can come between new weights and old cache.
-        if self._flush and _has_applied(request, replies) and not self._llm.reset_prefix_cache():
-            replies = [_refused_flush()]
-        return [encode(self._pause.after(request, reply)) for reply in replies]
+        return self._start(request, payload)
+
+    @abstractmethod
+    def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None: ...
 
     def result(self) -> list[bytes] | None:
-        raise AssertionError("an LLM answers at once")
+        raise AssertionError("this engine answers at once")
+
+    def _encode(self, request: m.Request, replies: list[m.Reply]) -> list[bytes]:
+        return [encode(self._pause.after(request, reply)) for reply in replies]
+
+    @property
+    def _flushes(self) -> bool:
+        return "flush_prefix_cache" in self._config.on_commit
 
 
-class AsyncVllmSide:
+class ModuleSide(EngineSide):
+    """A module in this process: one rank."""
+
+    def __init__(self, engine: torch.nn.Module, find: Callable[[], Any]) -> None:
+        super().__init__(engine, find)
+        self._rank = ReceiverRank(TorchModuleAdapter(engine))
+
+    def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None:
+        return self._encode(request, [self._rank.handle(request)])
+
+
+class VllmSide(EngineSide):
+    """A vllm.LLM: nothing generates while a call runs, so that is the pause."""
+
+    def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None:
+        try:
+            replies = [
+                decode_reply(reply) for reply in self.engine.collective_rpc("weightsync_handle", args=(payload,))
+            ]
+        except Exception as error:
+            replies = [_failed_rpc(error)]
+        # In the call that applied: no request can come between new weights and old cache.
+        if self._flushes and _has_applied(request, replies) and not self.engine.reset_prefix_cache():
+            replies = [_refused_flush()]
+        return self._encode(request, replies)
+
+
+class AsyncVllmSide(EngineSide):
     """A vllm AsyncLLM: it generates during transfers and is paused from apply to commit.
 
     An async actor runs these calls on its event loop, which must not wait; each starts a task and the answer is
     fetched with `result`. From a thread the engine's own loop is used.
     """
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self._config = SyncConfig()
-        self._pause = _Pause()
-        self._paused = False
-        self._pending: asyncio.Task[list[bytes]] | Future[list[bytes]] | None = None
+    _paused = False
+    _pending: asyncio.Task[list[bytes]] | Future[list[bytes]] | None = None
 
-    def call(self, payload: bytes) -> list[bytes] | None:
+    def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None:
+        if isinstance(request, m.Poll):  # a worker that waits keeps the engine from generating
+            payload = encode(m.Poll())
+        answer = self._answer(request, payload)
         try:
-            self._pending = asyncio.get_running_loop().create_task(self._answer(payload))
+            self._pending = asyncio.get_running_loop().create_task(answer)
         except RuntimeError:  # no loop in this thread
-            self._pending = asyncio.run_coroutine_threadsafe(self._answer(payload), self._engine_loop())
+            self._pending = asyncio.run_coroutine_threadsafe(answer, self._engine_loop())
         return None
 
     def result(self) -> list[bytes] | None:
@@ -113,7 +140,7 @@ class AsyncVllmSide:
         return pending.result()
 
     def _engine_loop(self) -> asyncio.AbstractEventLoop:
-        handler = getattr(self._llm, "output_handler", None)
+        handler = getattr(self.engine, "output_handler", None)
         if handler is None:
             raise EngineStateError(
                 "an AsyncLLM in an actor without async methods has no event loop yet; make the actor async, or let it "
@@ -122,25 +149,26 @@ class AsyncVllmSide:
         loop: asyncio.AbstractEventLoop = handler.get_loop()
         return loop
 
-    async def _answer(self, payload: bytes) -> list[bytes]:
-        request = decode_request(payload)
-        if isinstance(request, m.OpenReceiver):
-            self._config = request.config
-        self._pause.before(request)
+    async def _answer(self, request: m.Request, payload: bytes) -> list[bytes]:
         if isinstance(request, m.Apply) and not self._paused:
-            await self._llm.pause_generation(mode=self._config.pause, clear_cache=False)
+            await self.engine.pause_generation(mode=self._config.pause, clear_cache=False)
             self._paused = True
-        replies = await _replies_async(self._llm.collective_rpc("weightsync_handle", args=(payload,)))
+        try:
+            replies = [
+                decode_reply(reply) for reply in await self.engine.collective_rpc("weightsync_handle", args=(payload,))
+            ]
+        except Exception as error:
+            replies = [_failed_rpc(error)]
         if (
-            "flush_prefix_cache" in self._config.on_commit
+            self._flushes
             and _has_applied(request, replies)
-            and not await self._llm.reset_prefix_cache(reset_running_requests=True)
+            and not await self.engine.reset_prefix_cache(reset_running_requests=True)
         ):
             replies = [_refused_flush()]
         if self._paused and self._may_resume(request, replies):
-            await self._llm.resume_generation()
+            await self.engine.resume_generation()
             self._paused = False
-        return [encode(self._pause.after(request, reply)) for reply in replies]
+        return self._encode(request, replies)
 
     @staticmethod
     def _may_resume(request: m.Request, replies: list[m.Reply]) -> bool:
@@ -173,20 +201,6 @@ def _has_applied(request: m.Request, replies: list[m.Reply]) -> bool:
 def _refused_flush() -> m.Failed:
     error = EngineStateError("vLLM refused to reset its prefix cache; its blocks belong to the old weights")
     return m.Failed(error=ErrorInfo.of(error), poisoned=True)
-
-
-def _replies(rpc: Any) -> list[m.Reply]:
-    try:
-        return [decode_reply(reply) for reply in rpc()]
-    except Exception as error:
-        return [_failed_rpc(error)]
-
-
-async def _replies_async(rpc: Awaitable[list[bytes]]) -> list[m.Reply]:
-    try:
-        return [decode_reply(reply) for reply in await rpc]
-    except Exception as error:
-        return [_failed_rpc(error)]
 
 
 def _failed_rpc(error: Exception) -> m.Failed:

@@ -25,14 +25,16 @@ class Side(Protocol):
     def result(self) -> list[bytes] | None: ...
 
 
+MakeSide = Callable[[Any, Locator, int, Side | None], Side]
+"""(actor, locator, index, the side that an earlier weight sync left, if any) -> side."""
+
 _sides: dict[int, tuple[str, Side]] = {}
 
 
-def open_side(actor: Any, session: str, make: Callable[[Any, Any, int], Side], locator: Locator, index: int) -> None:
-    """Find what *locator* names in *actor* and put a side before it, or take the existing one over."""
-    known = _sides.get(id(actor))
-    side = known[1] if known is not None else make(actor, locator, index)
-    _sides[id(actor)] = (session, side)
+def open_side(actor: Any, session: str, make: MakeSide, locator: Locator, index: int) -> None:
+    """Find what *locator* names in *actor* and put a side before it, which may take over from an earlier one."""
+    _, previous = _sides.get(id(actor), ("", None))
+    _sides[id(actor)] = (session, make(actor, locator, index, previous))
 
 
 def call_side(actor: Any, session: str, payload: bytes) -> list[bytes] | None:

@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from weightsync.background import Background
 from weightsync.bucket import Bucket, fill
 from weightsync.chunk import Piece, WeightChunk, aligned
 from weightsync.digest import ContentDigest
@@ -29,6 +30,8 @@ from weightsync.manifest import TensorMeta
 _NUM_BUCKETS = 2
 _MAX_HEADER_BYTES = 64 << 20
 _POLL_S = 0.0002
+_GATHER_POLL_S = 0.005
+_CLOSE_S = 1.0
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -69,6 +72,7 @@ class _Group:
 
     def connect(self, own_host: str) -> None:
         """Collective: the sender and every receiver call this, or all wait until the bound."""
+        self._gather()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
@@ -79,6 +83,25 @@ class _Group:
             raise TransportError(
                 f"{self._who}: rank {self._rank} of {self._size} could not join within {self._timeout_s:g} s ({error})"
             ) from error
+
+    def _gather(self) -> None:
+        """Wait for all ends at the store first: that wait can be aborted, and knows who is absent."""
+        deadline = time.monotonic() + self._timeout_s
+        ends = {
+            f"{self._token}/here/{rank}": f"receiver {rank - 1}" if rank else "sender" for rank in range(self._size)
+        }
+        try:
+            assert self._store is not None
+            self._store.set(f"{self._token}/here/{self._rank}", "")
+            while not self._store.check(list(ends)):
+                if self._aborted:
+                    raise TransportError(f"{self._who} was aborted")
+                if time.monotonic() > deadline:
+                    absent = ", ".join(end for key, end in ends.items() if not self._store.check([key]))
+                    raise TransportError(f"{self._who}: {absent} did not connect within {self._timeout_s:g} s")
+                time.sleep(_GATHER_POLL_S)
+        except RuntimeError as error:
+            raise TransportError(f"{self._who}: the rendezvous is gone ({error})") from error
 
     def start(self, tensor: torch.Tensor) -> Any:
         """Collective: begin to broadcast *tensor* from rank 0; returns what `wait` takes."""
@@ -107,8 +130,10 @@ class _Group:
 
     def close(self) -> None:
         self._aborted = True
-        self._group = None
-        self._store = None
+        # A gloo group ends only when the broadcasts under way have, at their bound; its abort does nothing (torch 2.13).
+        last = [self._group]
+        self._group = self._store = None
+        Background(last.clear, name="broadcast-close").join(_CLOSE_S)
 
 
 def node_host(peer_host: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -152,9 +153,13 @@ class SharedMemorySender(SenderTransport):
 
     def connect(self) -> None:
         assert self._listener is not None, "connect before open"
+        deadline = time.monotonic() + self.context.timeout_s
         while len(self._channels) < self.context.num_receivers:
             try:
-                channel: Channel[Message] = self._listener.accept(Message, timeout_s=self.context.timeout_s)  # type: ignore[arg-type]
+                channel: Channel[Message] = self._listener.accept(
+                    Message,  # type: ignore[arg-type]
+                    timeout_s=max(deadline - time.monotonic(), 0.001),
+                )
             except OSError as error:
                 absent = sorted(set(range(self.context.num_receivers)) - self._channels.keys())
                 raise TransportError(
@@ -272,11 +277,13 @@ class SharedMemorySender(SenderTransport):
         ):
             return None
         found = self._direct.get(storage.data_ptr())
-        if found is not None:
+        if found is not None and found.watch is not None and found.watch.alive():
             return found
         if len(self._direct) >= _MAX_DIRECT_SEGMENTS:
             return None
         fd, nbytes = storage._share_fd_cpu_()
+        if fd < 0:  # a mapped file (torch.from_file): shared, but without a descriptor to pass on
+            return None
         payload = torch.empty(0, dtype=torch.uint8).set_(storage)
         segment = self._add_segment(fd, nbytes, payload, owned=False, watch=StorageWatch(storage))
         # The payload would keep the trainer's storage alive; the watch must see it go.
@@ -285,9 +292,10 @@ class SharedMemorySender(SenderTransport):
         return segment
 
     def _forget_dead(self) -> None:
-        for address, segment in list(self._direct.items()):
+        self._direct = {a: s for a, s in self._direct.items() if s.watch is not None and s.watch.alive()}
+        for segment in list(self._segments.values()):
             if segment.watch is not None and not segment.watch.alive():
-                del self._direct[address], self._segments[segment.id]
+                del self._segments[segment.id]
                 self._tell(Forget(segment.id))
 
     def _new_segment(self, nbytes: int) -> _Shared:
@@ -339,11 +347,10 @@ class _Mapped:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
-        if os.fstat(fd).st_size < nbytes:
+        size = os.fstat(fd).st_size
+        if size < nbytes:
             os.close(fd)
-            raise TransportError(
-                f"a segment of {nbytes} bytes was announced, the descriptor has {os.fstat(fd).st_size}"
-            )
+            raise TransportError(f"a segment of {nbytes} bytes was announced, the descriptor has {size}")
         self._nbytes = nbytes
         self._map()
 
@@ -393,7 +400,7 @@ class SharedMemoryReceiver(ReceiverTransport):
             match message:
                 case Segment(id=segment_id, nbytes=nbytes) if fd is not None:
                     self._segments[segment_id] = _Mapped(fd, nbytes)
-                case Forget(id=segment_id):
+                case Forget(id=segment_id) if segment_id in self._segments:
                     self._segments.pop(segment_id).close()
                 case Chunk():
                     yield self._chunk(message)

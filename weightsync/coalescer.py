@@ -73,6 +73,7 @@ class _Group:
     pending: int
     """Canonical tensors that are not whole yet."""
     staging_bytes: int = 0
+    handed_out: bool = False
     buffer: torch.Tensor | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     chunks: list[_Loan] = field(default_factory=list)
@@ -122,6 +123,7 @@ class Coalescer:
         self._error: WeightSyncError | None = None
         self._closed = False
         self._producers = num_producers
+        self._deadline = 0.0
         self._waiting_producers = 0
         self._used_bytes = 0
         self._freeable_bytes = 0
@@ -228,6 +230,7 @@ class Coalescer:
                 staged.copy_(data)
             tensor = None
         with self._changed:
+            self._raise_if_failed()  # `close` has given everything back
             self.content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
             if group is not None and tensor is not None:
                 group.chunks.append(loan)
@@ -329,18 +332,19 @@ class Coalescer:
             self._give_back(group)
 
     def _next_group(self) -> _Group | None:
-        deadline = time.monotonic() + self._timeout_s
         with self._changed:
+            nbytes = -1
             while not self._ready:
                 self._raise_if_failed()
                 if self._handed_out == len(self._groups):
                     return None
                 self._raise_if_missing()
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise self._late()
+                nbytes = self._wait_for_bytes(nbytes)
             self._raise_if_failed()
             self._handed_out += 1
-            return self._ready.popleft()
+            group = self._ready.popleft()
+            group.handed_out = True
+            return group
 
     def _give_back(self, group: _Group) -> None:
         with self._changed:
@@ -378,12 +382,23 @@ class Coalescer:
         """Wait until everything arrived; raises as `is_whole`, and UpdateTimeoutError when nothing came for
         `timeout_s`."""
         with self._changed:
-            count = -1
+            nbytes = -1
             while not self.is_whole():
-                if count != len(self._whole):
-                    count, deadline = len(self._whole), time.monotonic() + self._timeout_s
-                if not self._changed.wait(deadline - time.monotonic()) and count == len(self._whole):
-                    raise self._late()
+                nbytes = self._wait_for_bytes(nbytes)
+
+    def _wait_for_bytes(self, before: int) -> int:
+        """Wait for a change; the bound starts anew whenever more has arrived than the *before* of the last call."""
+        if self.content.nbytes != before:
+            self._deadline = time.monotonic() + self._timeout_s
+        now = self.content.nbytes
+        if not self._changed.wait(self._deadline - time.monotonic()) and self.content.nbytes == now:
+            raise self._late()
+        return now
+
+    def unread(self) -> list[str]:
+        """Keys of the groups that `groups` has not handed out."""
+        with self._changed:
+            return [group.spec.key for group in self._groups if not group.handed_out]
 
     def missing(self) -> list[str]:
         """Canonical names that are not whole yet, in the manifest's order."""

@@ -80,8 +80,8 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         for key in ("staging_limit_bytes", "bucket_bytes"):
             msgspec.structs.force_setattr(self, key, parse_bytes(getattr(self, key), key=key))
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s: must be more than 0, is {self.timeout_s:g}", key="timeout_s")
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(f"timeout_s: must be more than 0 and finite, is {self.timeout_s:g}", key="timeout_s")
 
     @property
     def staging_limit(self) -> int:
@@ -103,7 +103,7 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if source is None:
             return cls()
         if isinstance(source, cls):
-            return source
+            return convert(msgspec.to_builtins(source), cls)  # keywords are not checked when it is made
         if isinstance(source, dict):
             return convert(source, cls)
         return load_yaml(Path(str(source)), cls)
@@ -135,11 +135,14 @@ def load_yaml(path: Path, kind: type[T]) -> T:
         data = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})", file=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not YAML: no text in UTF-8 ({error.reason})", file=str(path)) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else None
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{path}:{line}: not YAML: {problem}", file=str(path), line=line) from error
+        place = f"{path}:{line}" if line else path
+        raise ConfigError(f"{place}: not YAML: {problem}", file=str(path), line=line) from error
     try:
         return convert({} if data is None else data, kind)
     except ConfigError as error:
@@ -153,7 +156,8 @@ def _explain(error: msgspec.ValidationError, kind: type) -> ConfigError:
     unknown = re.search(r"unknown field `(.+?)`", text)
     if unknown:
         key = f"{key}.{unknown[1]}" if key else unknown[1]
-        known = [field.name for field in msgspec.structs.fields(kind)] if issubclass(kind, msgspec.Struct) else []
+        struct = TransportRule if path.startswith(".transport[") else kind
+        known = [field.name for field in msgspec.structs.fields(struct)] if issubclass(struct, msgspec.Struct) else []
         near = difflib.get_close_matches(unknown[1], known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return ConfigError(f"{key}: unknown key; {hint}", key=key)

@@ -39,6 +39,14 @@ class LockStep(Generic[T]):
                 if self._waiting and self._waiting >= self._consumers:
                     self._advance()
 
+    def abort(self, error: BaseException) -> None:
+        """Every consumer that waits, or asks later, gets *error*."""
+        with self._changed:
+            self._error = self._error or error
+            self._round += 1
+            self._waiting = 0
+            self._changed.notify_all()
+
     def _next(self) -> bool:
         with self._changed:
             seen = self._round

@@ -148,7 +148,9 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def from_module(cls, module: torch.nn.Module) -> Manifest:
         """Parameters and persistent buffers of *module*; tied parameters become aliases."""
-        return cls.from_tensors(module.state_dict(keep_vars=True))
+        # A state_dict may hold extra state that is no tensor.
+        state = module.state_dict(keep_vars=True).items()
+        return cls.from_tensors((name, tensor) for name, tensor in state if isinstance(tensor, torch.Tensor))
 
 
 class TieFinder:

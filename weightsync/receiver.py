@@ -61,11 +61,7 @@ class ReceiverRank:
                 return self._apply(request.version)
             case m.Commit():
                 return self._commit(request.version)
-            case m.Abort():
-                self.poisoned = self.poisoned or self._applied
-                self._drop_links()
-                return m.Ok()
-            case m.Close():
+            case m.Abort() | m.Close():
                 self._drop_links()
                 return m.Ok()
             case _:
@@ -100,6 +96,7 @@ class ReceiverRank:
         )
 
     def _connect(self, request: m.Connect) -> m.Reply:
+        self._drop_links()  # an engine that committed while another failed still has its old ones
         for link in request.links:
             index = link.receiver.get(self._rank)
             if index is not None:
@@ -176,8 +173,10 @@ class ReceiverRank:
             return work.result()
         if self._coalescer is None:
             raise WeightSyncError("nothing is under way")
-        if not self._coalescer.is_whole(wait_s):
+        # A tensor may come twice after everything came once, so the vote waits for the ends of all streams.
+        if not self._coalescer.is_whole(wait_s) or not all(work.is_done(wait_s) for work in self._receiving):
             return m.Pending(progress=self._coalescer.content.nbytes)
+        self._coalescer.is_whole()
         return self._vote()
 
     def _vote(self) -> m.Vote:
@@ -197,6 +196,8 @@ class ReceiverRank:
         try:
             reloads = self._adapter.apply(self._coalescer.groups())
             self._coalescer.wait_whole()
+            if unread := self._coalescer.unread():
+                raise WeightSyncError(f"the engine's loader ended before it read {len(unread)} groups: {unread[:3]}")
         except BaseException:
             self.poisoned = True
             raise
@@ -218,6 +219,7 @@ class ReceiverRank:
         self._coalescer, self._receiving, self._applied = None, [], False
 
     def _drop_links(self) -> None:
+        self.poisoned = self.poisoned or self._applied  # applied but never committed
         for _, transport in self._links:
             transport.abort()
         self._forget_update()

@@ -7,6 +7,7 @@ a source region and a destination region. No table of architectures and no list 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ def record_load_map(
 
 def _wants_data(error: BaseException) -> bool:
     """Whether *error* says that a meta tensor was asked for its values."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+    return isinstance(error, NotImplementedError) or re.search(r"\bmeta\b", str(error).lower()) is not None
 
 
 class _CopyRecorder(TorchDispatchMode):
@@ -70,14 +71,15 @@ class _CopyRecorder(TorchDispatchMode):
         self._keep: list[torch.Tensor] = []
         self._destinations: dict[int, tuple[str, str]] = {}
         self._names: dict[int, frozenset[str]] = {}
-        self._sources: dict[int, str] = {}
+        self._sources: dict[int, tuple[str, torch.dtype]] = {}
+        self._dtypes = {place: tensor.dtype for place, tensor in destinations.items()}
         self._computed: set[tuple[str, str]] = set()
         for place, tensor in destinations.items():
             self._destinations.setdefault(self._key(tensor), place)
 
     def add_source(self, name: str, tensor: torch.Tensor) -> None:
         key = self._key(tensor)
-        self._sources[key] = name
+        self._sources[key] = (name, tensor.dtype)
         self._names[key] = frozenset({name})
 
     def _key(self, tensor: torch.Tensor) -> int:
@@ -104,8 +106,10 @@ class _CopyRecorder(TorchDispatchMode):
     def _record(self, func: Any, destination: torch.Tensor, args: Any, names: frozenset[str]) -> None:
         place = self._destinations[self._key(destination)]
         is_copy = func is torch.ops.aten.copy_.default
-        source_name = self._sources.get(self._key(args[1])) if is_copy else None
-        if source_name is not None:
+        source_name, source_dtype = self._sources.get(self._key(args[1]), (None, None)) if is_copy else (None, None)
+        # Through a view of another dtype the bits are copied, at offsets that count other elements.
+        as_stored = destination.dtype == self._dtypes[place] and is_copy and args[1].dtype == source_dtype
+        if source_name is not None and as_stored:
             region = Region.of(args[1].expand(destination.shape))
             self.copies.append(Copy(source_name, *place, region, Region.of(destination)))
         elif is_copy and not names:

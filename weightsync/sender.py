@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 from weightsync import messages as m
 from weightsync.background import Background
@@ -13,7 +15,7 @@ from weightsync.errors import ErrorInfo, TransportError, WeightSyncError
 from weightsync.fanout import LockStep
 from weightsync.identity import identify
 from weightsync.interfaces import LinkContext, SenderTransport, Transfer, TransferStats
-from weightsync.manifest import Manifest
+from weightsync.manifest import Manifest, TensorMeta
 from weightsync.registry import transport_classes
 from weightsync.source import TrainerSource
 
@@ -46,8 +48,14 @@ class SenderRank:
         self._names: tuple[str, ...] = ()
         self._transports: list[SenderTransport] = []
         self._work: Background[m.Ok | m.Sent] | None = None
+        self._progress = 0
         self._version = 0
         self._epoch = 0
+
+    def take_over(self, other: SenderRank) -> None:
+        """Continue at the version of *other*, an earlier weight sync's rank on the same weights, and end that one."""
+        other.handle(m.Close())
+        self._version = other._version
 
     def handle(self, request: m.Request) -> m.Reply:
         """Answer; an error becomes a `Failed` reply that names this rank."""
@@ -113,7 +121,7 @@ class SenderRank:
         assert self._source is not None and self._manifest is not None
         start = time.perf_counter()
         transfer = Transfer(version=version, manifest=self._manifest, names=self._names)
-        tensors = self._source.tensors(self._manifest, self._names)
+        tensors = self._counted(self._source.tensors(self._manifest, self._names))
         if len(self._transports) == 1:
             stats = [self._transports[0].send(transfer, tensors)]
         else:
@@ -130,6 +138,11 @@ class SenderRank:
             seconds=time.perf_counter() - start,
         )
 
+    def _counted(self, tensors: Iterator[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        for meta, tensor in tensors:
+            yield meta, tensor
+            self._progress += 1
+
     def _send_over_all(self, transfer: Transfer, items: LockStep[Any]) -> list[TransferStats]:
         works = [
             Background(lambda t=transport: t.send(transfer, iter(items)), name=f"send-{transport.name}")  # type: ignore[misc]
@@ -137,6 +150,7 @@ class SenderRank:
         ]
         while not all(work.is_done(0.05) for work in works):
             if any(work.is_done(0) and work.failed for work in works):
+                items.abort(TransportError("another link of this trainer broke"))
                 for transport in self._transports:
                     transport.abort()
         return [work.result() for work in works]
@@ -149,7 +163,7 @@ class SenderRank:
         if self._work is None:
             raise WeightSyncError("nothing is under way")
         if not self._work.is_done(wait_s):
-            return m.Pending()
+            return m.Pending(progress=self._progress)
         work, self._work = self._work, None
         return work.result()
 

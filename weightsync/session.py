@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync import messages as m
+from weightsync.chunk import aligned
 from weightsync.config import SyncConfig
 from weightsync.errors import EnginePoisonedError, StagingLimitError, UpdateTimeoutError, WeightSyncError
 from weightsync.interfaces import Fleet
 from weightsync.manifest import Manifest
 from weightsync.plan import assign_owners, choose_transport, merge_manifests
 from weightsync.report import RankRow, UpdateReport
-from weightsync.update import POLL_S, UpdateMachine
+from weightsync.update import POLL_S, Command, UpdateMachine
 
 
 class Session:
@@ -157,9 +158,9 @@ class Session:
 
     def _staged(self) -> bool:
         assert self._manifest is not None
-        fits = self._stable or self._manifest.nbytes <= self._config.staging_limit
+        needed = sum(aligned(meta.nbytes) for meta in self._manifest.tensors)
+        fits = self._stable or needed <= self._config.staging_limit
         if self._config.apply == "staged" and not fits:
-            needed = self._manifest.nbytes
             raise StagingLimitError(
                 f"apply: staged needs {needed} bytes of staging on every engine rank, staging_limit_bytes allows "
                 f"{self._config.staging_limit}; raise it, or use apply: auto",
@@ -174,8 +175,12 @@ class Session:
         for command in machine.start(time.monotonic()):
             self._fleet.send(command.party, command.request)
         while not machine.finished:
-            commands = machine.on_tick(time.monotonic())
+            for command in machine.on_tick(time.monotonic()):
+                self._fleet.send(command.party, command.request)
+            commands: list[Command] = []
             for party, replies in self._fleet.replies(0.1):
+                if any(command.party == party for command in commands):  # superseded, though not sent yet
+                    continue
                 now = time.monotonic()
                 if isinstance(replies, WeightSyncError):
                     commands += machine.on_error(party, replies, now)
@@ -259,6 +264,8 @@ class Session:
         deadline = time.monotonic() + self._config.timeout_s
         while len(answers) < len(requests):
             for party, replies in self._fleet.replies(0.1):
+                if party not in requests or party in answers:  # a late answer to an earlier question
+                    continue
                 if isinstance(replies, WeightSyncError):
                     raise replies
                 for reply in replies:

@@ -22,10 +22,15 @@ class TrainerSource:
         self._wire_dtype = wire_dtype
 
     def manifest(self) -> Manifest:
-        """Names, wire dtypes, shapes and ties. Where making the pairs is collective, so is this."""
+        """Names, wire dtypes, shapes and ties. Where making the pairs is collective, so is this.
+
+        Ties are seen where all tensors exist at once. A source that makes them as it goes may put one after the
+        other into the same memory, so there every name is a tensor of its own.
+        """
         metas, aliases, ties = [], {}, TieFinder()
-        for name, tensor in self._pairs()[0]:
-            canonical = ties.canonical(name, tensor)
+        pairs, lazy = self._pairs()
+        for name, tensor in pairs:
+            canonical = None if lazy else ties.canonical(name, tensor)
             if canonical is not None:
                 aliases[name] = canonical
             else:
@@ -44,6 +49,14 @@ class TrainerSource:
         held = dict(pairs)
         for name, tensor in held.items():
             self._expect(manifest, name, tensor)
+        for alias, canonical in manifest.aliases.items():
+            if alias in held and canonical in held:
+                ties = TieFinder()
+                ties.canonical(canonical, held[canonical])
+                if ties.canonical(alias, held[alias]) != canonical:
+                    raise ManifestError(
+                        f"{alias} was announced as a tie of {canonical}, it no longer is; connect again", name=alias
+                    )
         for name in names:
             if name not in held:
                 raise ManifestError(f"the trainer no longer has {manifest.by_name[name]}; connect again", name=name)
@@ -74,8 +87,9 @@ class TrainerSource:
 
     def _expect(self, manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorMeta:
         """The announced meta of *name*, which *tensor* must fit."""
-        found = self._meta(name, tensor)
         canonical = manifest.aliases.get(name, name)
+        # A tie travels as its canonical name does, whichever wire_dtype pattern its own name would fit.
+        found = TensorMeta.of(name, tensor, dtype=self._dtype(canonical, tensor.dtype))
         known = manifest.by_name.get(canonical)
         if known is None:
             raise ManifestError(

@@ -76,7 +76,7 @@ class LocalSync:
         self.senders = [SenderRank(i, source) for i, source in enumerate(sources)]
         self.receivers = [[ReceiverRank(adapter, rank=i) for i, adapter in enumerate(ranks)] for ranks in engines]
         self.fleet = LocalFleet(
-            [_party([sender]) for sender in self.senders], [_party(receivers) for receivers in self.receivers]
+            [in_process_party([sender]) for sender in self.senders], [in_process_party(receivers) for receivers in self.receivers]
         )
         self.session = Session(self.fleet, config)
 
@@ -98,7 +98,9 @@ def module_engine(module: Any) -> list[EngineAdapter]:
     return [TorchModuleAdapter(module)]
 
 
-def _party(ranks: Sequence[SenderRank] | Sequence[ReceiverRank]) -> Handler:
+def in_process_party(ranks: Sequence[SenderRank] | Sequence[ReceiverRank]) -> Handler:
+    """A party whose ranks are objects of this process."""
+
     def handle(payload: bytes) -> list[bytes]:
         # Ranks of one engine answer side by side, as processes do: links may be collective.
         replies: list[bytes] = [b""] * len(ranks)

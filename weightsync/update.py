@@ -240,7 +240,7 @@ class UpdateMachine:
         applying = self.phase is Phase.APPLY or (self.phase is Phase.COMMIT and party in self._engines)
         if applying:
             self.error = self.error or error
-            self.poisoned[party] = error
+            self.poisoned.setdefault(party, error)  # the first failure is the cause
             return self._done(party, now)
         if self.phase is Phase.COMMIT:  # every engine has the version; a trainer that is gone cannot take it back
             return self._done(party, now)

@@ -36,15 +36,32 @@ class VllmAdapter:
         # data_parallel_rank is 0 on every replica of a dense model; the index is not.
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         self.rank: int = replica * parallel.world_size + worker.rank
+        self._ties: dict[str, str] = {}
+        """Checkpoint name -> the name of the tied parameter that it feeds besides."""
 
     def load_map(self, manifest: Manifest) -> LoadMap:
         """Run the model's loader over meta tensors, with vLLM's own machinery for reloading out of the way.
+
+        Where the model ties its head to its embeddings and the trainer sends the embeddings only, the adapter feeds
+        the head too: vLLM on CPU keeps a packed copy there, which would stay stale.
 
         Raises:
             ManifestError: the loader refuses a name or a shape.
             EngineStateError: the engine is in the middle of another update.
         """
         self.check_ready()
+        self._ties = {}
+        load_map = self._record(manifest)
+        head = "lm_head.weight"
+        text_config = self._worker.vllm_config.model_config.hf_text_config
+        if head in load_map.unfed and getattr(text_config, "tie_word_embeddings", False):
+            embeddings = {c.name for c in load_map.copies if c.module.endswith("embed_tokens") and c.parameter == "weight"}
+            if len(embeddings) == 1:
+                self._ties = {embeddings.pop(): head}
+                load_map = self._record(manifest)
+        return load_map
+
+    def _record(self, manifest: Manifest) -> LoadMap:
         model = self._model()
         passing = set()
         layerwise.initialize_layerwise_reload(model)
@@ -60,15 +77,19 @@ class VllmAdapter:
                     if name in module._non_persistent_buffers_set:
                         passing.add((module_path, name))
             with set_current_vllm_config(self._worker.vllm_config):
-                load_map = record_load_map(manifest, destinations, model.load_weights)
+                load_map = record_load_map(manifest, destinations, lambda items: model.load_weights(self._with_ties(items)))
         finally:
             self._abort_reload()
         # Caches such as a rotary embedding's are no weights; they matter only where a tensor feeds them.
         fed = {(copy.module, copy.parameter) for copy in load_map.copies}
-        kept = tuple(
-            t for t in load_map.targets if (t.module, t.parameter) in fed or (t.module, t.parameter) not in passing
-        )
+        kept = tuple(t for t in load_map.targets if (t.module, t.parameter) in fed or (t.module, t.parameter) not in passing)
         return msgspec.structs.replace(load_map, targets=kept)
+
+    def _with_ties(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            yield name, tensor
+            if name in self._ties:
+                yield self._ties[name], tensor
 
     def check_ready(self) -> None:
         config = self._worker.vllm_config
@@ -91,7 +112,9 @@ class VllmAdapter:
         try:
             with set_current_vllm_config(self._worker.vllm_config), _cpu_moe_prepacks(self._model()), _quiet_reload():
                 reloads += 1
-                self._worker.model_runner.reload_weights(weights_iterator=(pair for group in groups for pair in group))
+                self._worker.model_runner.reload_weights(
+                    weights_iterator=self._with_ties(pair for group in groups for pair in group)
+                )
         except BaseException:
             self._abort_reload()
             raise

@@ -1,0 +1,289 @@
+"""`connect` and `update` over a real local Ray, with plain torch modules as engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import weightsync as ws
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ROOT = Path(__file__).parents[2]
+
+
+def make_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+
+
+class Model:
+    """A trainer as well as an engine; nothing in it knows of weightsync."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.reset(seed)
+
+    def reset(self, seed: int, names: list[str] | None = None) -> None:
+        self.model = make_model(seed)
+        self.names = names
+
+    def part(self) -> dict[str, torch.Tensor]:
+        return {name: t for name, t in self.model.state_dict().items() if self.names is None or name in self.names}
+
+    def change(self, seed: int) -> None:
+        self.model.load_state_dict(make_model(seed).state_dict())
+
+    def drop_last_layer(self) -> None:
+        del self.model[2]  # type: ignore[operator]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: t.clone() for name, t in self.model.state_dict().items()}
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+class AsyncModel(Model):
+    async def tick(self) -> int:
+        await asyncio.sleep(0)
+        return 1
+
+
+def start(cls: type = Model) -> Any:
+    return ray.remote(cls).options(num_cpus=0.1).remote()
+
+
+@pytest.fixture(scope="module")
+def started(ray_cluster: None) -> list[Any]:
+    return [start(), start(), start(), start(), start(AsyncModel)]
+
+
+@pytest.fixture
+def trainer(started: list[Any]) -> Any:
+    ray.get(started[0].reset.remote(1))
+    return started[0]
+
+
+@pytest.fixture
+def engines(started: list[Any]) -> list[Any]:
+    """One with plain methods, one with async ones; started once, since each start costs seconds."""
+    ray.get([started[3].reset.remote(2), started[4].reset.remote(3)])
+    return [started[3], started[4]]
+
+
+@pytest.fixture
+def engine(engines: list[Any]) -> Any:
+    return engines[0]
+
+
+def weights_of(*actors: Any) -> list[dict[str, torch.Tensor]]:
+    found: list[dict[str, torch.Tensor]] = ray.get([a.weights.remote() for a in actors])
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared_memory", "broadcast"])
+def test_all_engines_equal_the_trainer_after_each_update(transport: str, trainer: Any, engines: list[Any]) -> None:
+    with ws.connect(
+        trainers=[trainer], engines=engines, source="model", target="model", config={"transport": transport}
+    ) as sync:
+        first = sync.version + 1
+        for version, seed in enumerate((1, 4, 4, 5), start=first):
+            ray.get(trainer.change.remote(seed))
+            report = sync.update()
+            assert report.version == sync.version == version
+            expected, *held = weights_of(trainer, *engines)
+            assert all(same(expected, weights) for weights in held)
+            assert set(report.transports.values()) == {"shared_memory" if transport == "auto" else transport}
+            assert report.nbytes == sum(t.nbytes for t in expected.values())
+
+
+def test_trainer_ranks_that_each_hold_a_part_feed_every_engine(started: list[Any], engines: list[Any]) -> None:
+    names = list(make_model(0).state_dict())
+    trainers = started[:3]
+    for rank, part in zip(trainers, (names[:1], names[1:3], names[3:]), strict=True):
+        ray.get(rank.reset.remote(7, part))
+    with ws.connect(trainers=trainers, engines=engines, source="part", target="model") as sync:
+        report = sync.update()
+    expected, *held = weights_of(trainers[0], *engines)
+    assert all(same(expected, weights) for weights in held)
+    sent = [row.nbytes for row in report.ranks if row.rank.startswith("trainer")]
+    assert sent == [sum(expected[n].nbytes for n in part) for part in (names[:1], names[1:3], names[3:])]
+
+
+def test_source_and_target_may_be_functions_of_the_actor(trainer: Any, engine: Any) -> None:
+    with ws.connect(
+        trainers=[trainer], engines=[engine], source=lambda a: a.model.state_dict().items(), target=lambda a: a.model
+    ) as sync:
+        sync.update()
+    assert same(*weights_of(trainer, engine))
+
+
+def test_an_update_can_be_awaited(trainer: Any, engine: Any) -> None:
+    with ws.connect(trainers=[trainer], engines=[engine], source="model", target="model") as sync:
+        before = sync.version
+        report = asyncio.run(sync.update_async())
+        assert report.version == before + 1
+    assert same(*weights_of(trainer, engine))
+
+
+def test_a_new_weight_sync_continues_at_the_version_that_the_actors_have(trainer: Any, engine: Any) -> None:
+    with ws.connect(trainers=[trainer], engines=[engine], source="model", target="model") as first:
+        version = first.update().version
+    with ws.connect(trainers=[trainer], engines=[engine], source="model", target="model") as second:
+        assert second.version == version
+        assert second.update().version == version + 1
+
+
+def test_an_engine_that_was_replaced_since_connect_is_noticed(trainer: Any, engine: Any) -> None:
+    with ws.connect(trainers=[trainer], engines=[engine], source="model", target="model") as sync:
+        sync.update()
+        ray.get(engine.reset.remote(9))
+        with pytest.raises(ws.EngineStateError, match=r"engine 0.*was replaced"):
+            sync.update()
+    with ws.connect(trainers=[trainer], engines=[engine], source="model", target="model") as sync:
+        sync.update()
+    assert same(*weights_of(trainer, engine))
+
+
+def test_a_failed_update_names_the_culprit_and_leaves_the_engines_as_they_were(
+    trainer: Any, engines: list[Any]
+) -> None:
+    with ws.connect(trainers=[trainer], engines=engines, source="model", target="model") as sync:
+        version = sync.update().version
+        before = weights_of(*engines)
+        ray.get(trainer.drop_last_layer.remote())
+        with pytest.raises(ws.ManifestError, match=r"2\.weight") as caught:
+            sync.update()
+        assert caught.value.name == "2.weight"
+        assert caught.value.rank == "trainer 0"
+        assert caught.value.phase == "prepare"
+        assert sync.version == version
+        assert all(same(a, b) for a, b in zip(before, weights_of(*engines), strict=True))
+
+
+def test_trainers_that_disagree_on_a_tensor_are_refused(trainer: Any, engine: Any) -> None:
+    class Wide(Model):
+        def part(self) -> dict[str, torch.Tensor]:
+            return {"0.weight": torch.ones(5, 16)}
+
+    with pytest.raises(ws.AgreementError, match=r"trainer 0 has 0\.weight.*trainer 1 has 0\.weight") as caught:
+        ws.connect(trainers=[trainer, start(Wide)], engines=[engine], source="part", target="model")
+    assert caught.value.rank == "trainer 1"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"source": "modle"}, ws.ConfigError, "Model has no attribute 'modle'; it has model, names"),
+        ({"target": "names"}, ws.ConfigError, "NoneType is no engine"),
+        ({"source": "pid"}, ws.ConfigError, "yields int"),
+        ({"trainers": []}, ws.ConfigError, "at least one"),
+        ({"engines": [3]}, ws.ConfigError, "expected Ray actor handles, got int"),
+        ({"config": {"transport": "carrier_pigeon"}}, ws.ConfigError, "known: auto, broadcast, shared_memory"),
+        ({"config": {"bucket_byte": 3}}, ws.ConfigError, "did you mean 'bucket_bytes'"),
+        ({"config": {"wire_dtype": {"*": "bflot16"}}}, ws.ConfigError, "bflot16"),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_reason(
+    change: dict[str, Any], error: type[Exception], text: str, trainer: Any, engine: Any
+) -> None:
+    arguments: dict[str, Any] = {"trainers": [trainer], "engines": [engine], "source": "model", "target": "model"}
+    with pytest.raises(error, match=text):
+        ws.connect(**(arguments | change))
+
+
+def test_a_busy_actor_ends_in_a_bounded_error_that_says_so(trainer: Any, engine: Any) -> None:
+    with ws.connect(
+        trainers=[trainer], engines=[engine], source="model", target="model", config={"timeout_s": 2}
+    ) as sync:
+        busy = engine.sleep.remote(5)
+        start = time.monotonic()
+        with pytest.raises(
+            ws.UpdateTimeoutError, match=r"engine 0 did not answer for 2 s in phase prepare.*must be free"
+        ):
+            sync.update()
+        assert time.monotonic() - start < 6
+        ray.get(busy)
+        sync.update()
+    assert same(*weights_of(trainer, engine))
+
+
+def test_a_dead_engine_is_named_and_the_others_keep_their_weights(trainer: Any, engine: Any) -> None:
+    engines = [engine, start()]
+    sync = ws.connect(trainers=[trainer], engines=engines, source="model", target="model", config={"timeout_s": 10})
+    before = weights_of(engines[0])
+    engines[1].die.remote()
+    with pytest.raises(ws.TransportError, match="engine 1"):
+        sync.update()
+    assert same(*before, *weights_of(engines[0]))
+    sync.close()
+
+
+def test_the_handle_may_be_used_from_another_task(trainer: Any, engine: Any) -> None:
+    with ws.connect(trainers=[trainer], engines=[engine], source="model", target="model") as sync:
+
+        def update(handle: ws.WeightSync) -> int:
+            return handle.update().version
+
+        elsewhere = ray.remote(num_cpus=0.1)(update)
+
+        before = sync.version
+        assert ray.get(elsewhere.remote(sync)) == before + 1
+    assert same(*weights_of(trainer, engine))
+
+
+def test_fifty_updates_leave_open_files_and_memory_flat() -> None:
+    class Measured(Model):
+        def measure(self) -> tuple[int, int]:
+            with open("/proc/self/statm") as file:
+                return len(os.listdir("/proc/self/fd")), int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        def blow_up(self) -> None:
+            self.model = torch.nn.Linear(1024, 4096)
+
+    trainer, engine = start(Measured), start(Measured)
+    ray.get([trainer.blow_up.remote(), engine.blow_up.remote()])
+    shm = sum(1 for _ in Path("/dev/shm").iterdir())
+    with ws.connect(trainers=[trainer], engines=[engine], source="model", target="model") as sync:
+        for _ in range(10):
+            sync.update()
+        before = ray.get([trainer.measure.remote(), engine.measure.remote()])
+        for _ in range(50):
+            sync.update()
+        after = ray.get([trainer.measure.remote(), engine.measure.remote()])
+    for (files_before, bytes_before), (files_after, bytes_after) in zip(before, after, strict=True):
+        assert files_after <= files_before + 2
+        assert bytes_after - bytes_before < 8 * 2**20, "50 updates of 16 MiB keep less than half a model"
+    assert sum(1 for _ in Path("/dev/shm").iterdir()) <= shm + 1
+
+
+def test_the_quickstart_runs_as_the_readme_says() -> None:
+    source = (ROOT / "examples" / "quickstart.py").read_text()
+    assert len(source.splitlines()) < 60
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "quickstart.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("engines equal the trainer: True") == 3
