@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.bucket import Bucket, fill, write_in_place
+from weightsync.bucket import Bucket, count_changed, fill, write_in_place
 from weightsync.chunk import ALIGNMENT_BYTES, Piece, aligned, as_bytes, from_bytes
 from weightsync.digest import ContentDigest, digest_bytes
 from weightsync.manifest import Manifest, TensorMeta
@@ -129,10 +129,14 @@ def test_a_tensor_written_in_place_is_there_with_its_digest(name: str, digest: b
     tensor = KINDS[name]
     meta = TensorMeta.of(name, tensor)
     payload = torch.full((512,), 255, dtype=torch.uint8)
-    piece, _ = write_in_place(payload, 64, meta, tensor, digest=digest, count_changed=False)
+    pieces = list(write_in_place(payload, 64, meta, tensor, digest=digest, piece_bytes=40))
     place = payload[64 : 64 + meta.nbytes]
     assert torch.equal(place, as_bytes(tensor))
-    assert piece == Piece(name, 0, meta.nbytes, 64, digest_bytes(place) if digest else None)
+    expected = [(start, min(start + 40, meta.nbytes)) for start in range(0, max(meta.nbytes, 1), 40)]
+    assert pieces == [
+        Piece(name, start, end - start, 64 + start, digest_bytes(place[start:end]) if digest else None)
+        for start, end in expected
+    ]
     assert bool((payload[:64] == 255).all())
     assert bool((payload[64 + meta.nbytes :] == 255).all())
 
@@ -144,7 +148,9 @@ def test_changed_values_are_counted_by_their_bits(name: str) -> None:
     payload = torch.empty(aligned(max(meta.nbytes, 1)), dtype=torch.uint8)
 
     def write() -> int:
-        return write_in_place(payload, 0, meta, tensor, digest=True, count_changed=True)[1]
+        changed = count_changed(payload, 0, meta, tensor)
+        list(write_in_place(payload, 0, meta, tensor, digest=True, piece_bytes=64))
+        return changed
 
     write()
     assert write() == 0
@@ -163,15 +169,15 @@ def test_a_value_that_stays_nan_has_not_changed_and_a_sign_of_zero_has() -> None
     tensor = torch.tensor([float("nan"), 0.0])
     meta = TensorMeta.of("w", tensor)
     payload = torch.empty(64, dtype=torch.uint8)
-    write_in_place(payload, 0, meta, tensor, digest=True, count_changed=False)
+    list(write_in_place(payload, 0, meta, tensor, digest=True, piece_bytes=64))
     tensor[1] = -0.0
-    assert write_in_place(payload, 0, meta, tensor, digest=True, count_changed=True)[1] == 1
+    assert count_changed(payload, 0, meta, tensor) == 1
 
 
 def test_changed_values_are_counted_after_the_cast() -> None:
     tensor = torch.tensor([1.0, 2.0])
     meta = TensorMeta.of("w", tensor, dtype=torch.bfloat16)
     payload = torch.empty(64, dtype=torch.uint8)
-    write_in_place(payload, 0, meta, tensor, digest=True, count_changed=False)
+    list(write_in_place(payload, 0, meta, tensor, digest=True, piece_bytes=64))
     tensor += 1e-6
-    assert write_in_place(payload, 0, meta, tensor, digest=True, count_changed=True)[1] == 0
+    assert count_changed(payload, 0, meta, tensor) == 0

@@ -40,16 +40,18 @@ def prepared(version: int = 4, epoch: int = 3, digest: str = "abc") -> m.Prepare
     return m.Prepared(version=version, epoch=epoch, manifest_digest=digest)
 
 
-def sent(digest: int = 7) -> m.Sent:
-    return m.Sent(nbytes=10, content_digest=digest, changed_values=None, seconds=0.1)
+def sent(*digests: int) -> m.Sent:
+    """What a trainer answers, with one digest a link."""
+    return m.Sent(nbytes=10, content_digests=digests or (7,), changed_values=None, seconds=0.1)
 
 
-def vote(digest: int = 14) -> m.Vote:
-    return m.Vote(nbytes=20, content_digest=digest, peak_staging_bytes=0, seconds=0.1)
+def vote(*digests: int) -> m.Vote:
+    """What an engine rank answers, with one digest a trainer."""
+    return m.Vote(nbytes=20, content_digests=dict(enumerate(digests or (7, 7))), peak_staging_bytes=0, seconds=0.1)
 
 
-def applied(digest: int = 14) -> m.Applied:
-    return m.Applied(vote=vote(digest), seconds=0.1, reloads=1)
+def applied(*digests: int) -> m.Applied:
+    return m.Applied(vote=vote(*digests), seconds=0.1, reloads=1)
 
 
 def failed(error: WeightSyncError) -> m.Failed:
@@ -65,9 +67,9 @@ def good_reply(command: Command, *, trainers: int) -> m.Reply:
         case m.Transfer():
             return m.Pending()
         case m.Poll():
-            return sent() if is_trainer else vote(7 * trainers)
+            return sent() if is_trainer else vote(*[7] * trainers)
         case m.Apply():
-            return applied(7 * trainers)
+            return applied(*[7] * trainers)
         case m.Commit() | m.Abort():
             return m.Ok(pause_s=0.5)
     raise AssertionError(command)
@@ -173,17 +175,33 @@ def test_bytes_that_nobody_sent_are_a_digest_error_that_names_the_rank() -> None
     assert names(asked, m.Apply) == []
 
 
-def test_content_digests_add_up_modulo_two_to_the_sixty_four() -> None:
-    target = machine(engines=1)
-    big = (1 << 64) - 1
+def test_a_rank_may_hold_what_any_one_link_of_a_trainer_carried() -> None:
+    target = machine()
 
     def answer(command: Command) -> m.Reply | None:
         if isinstance(command.request, m.Poll):
-            return sent(big) if command.party.startswith("trainer") else vote(big - 1)
+            if command.party.startswith("trainer"):
+                return sent(1, 2) if command.party == "trainer 0" else sent(3)
+            return vote(1, 3) if command.party == "engine 0" else vote(2, 3)
         return None
 
     run(target, answer)
     assert target.error is None
+
+
+def test_a_rank_that_holds_what_no_link_carried_is_named() -> None:
+    target = machine()
+
+    def answer(command: Command) -> m.Reply | None:
+        if isinstance(command.request, m.Poll) and command.party == "engine 1":
+            return vote(7, 8)
+        return None
+
+    asked = run(target, answer)
+    assert isinstance(target.error, DigestError)
+    assert target.error.rank == "engine 1 rank 0"
+    assert "trainer 1" in str(target.error)
+    assert not names(asked, m.Apply)
 
 
 @pytest.mark.parametrize("dead", [True, False])
@@ -214,7 +232,7 @@ def test_the_first_failure_of_a_poisoned_engine_is_the_one_that_is_told() -> Non
 
     run(target, answer)
     assert target.phase is Phase.DONE
-    assert str(target.poisoned["engine 1"]) == "out of memory"
+    assert str(target.poisoned["engine 1"]) == "engine 1: out of memory"
 
 
 def test_when_every_engine_fails_to_apply_the_update_fails() -> None:

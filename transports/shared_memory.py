@@ -26,7 +26,7 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from weightsync.bucket import Bucket, fill, note_piece, write_in_place
+from weightsync.bucket import Bucket, count_changed, cuts, fill, note_piece, write_in_place
 from weightsync.chunk import Piece, WeightChunk, aligned, as_bytes
 from weightsync.digest import ContentDigest, digest_bytes
 from weightsync.errors import TransportError, UpdateTimeoutError
@@ -36,6 +36,7 @@ from weightsync.transports.channel import Channel, Listener, dial
 
 _NUM_BUCKETS = 2
 _MIN_DIRECT_BYTES = 1 << 20  # smaller storages are cheaper to copy than to map
+_MIN_PIECE_BYTES = 4 << 20
 _MAX_DIRECT_SEGMENTS = 256  # each costs both ends a file descriptor; the usual limit is 1024
 
 
@@ -138,6 +139,8 @@ class SharedMemorySender(SenderTransport):
         self._place: dict[str, int] = {}
         self._written = False
         self._aborted = False
+        # A large tensor goes in pieces, so that receivers verify one while the next is written.
+        self._piece_bytes = max(context.bucket_bytes, _MIN_PIECE_BYTES)
 
     def open(self, names: tuple[TensorMeta, ...]) -> bytes:
         offset = 0
@@ -199,13 +202,14 @@ class SharedMemorySender(SenderTransport):
                 continue
             self.all_copied = False
             data = as_bytes(tensor.detach())
-            value = digest_bytes(data) if self.context.digest else None
             offset = int(tensor.storage_offset()) * tensor.element_size()
-            pieces, nbytes = batches.get(segment.id, ([], 0))
-            note_piece(pieces, Piece(meta.name, 0, data.numel(), offset, value), content)
-            batches[segment.id] = (pieces, nbytes + data.numel())
-            if nbytes + data.numel() >= self.context.bucket_bytes:
-                self._announce(transfer, segment.id, batches.pop(segment.id)[0], stable=True)
+            for start, end in cuts(data.numel(), self._piece_bytes):
+                value = digest_bytes(data[start:end]) if self.context.digest else None
+                pieces, nbytes = batches.get(segment.id, ([], 0))
+                note_piece(pieces, Piece(meta.name, start, end - start, offset + start, value), content)
+                batches[segment.id] = (pieces, nbytes + end - start)
+                if nbytes + end - start >= self.context.bucket_bytes:
+                    self._announce(transfer, segment.id, batches.pop(segment.id)[0], stable=True)
         for segment_id, (pieces, _) in batches.items():
             self._announce(transfer, segment_id, pieces, stable=True)
 
@@ -218,19 +222,18 @@ class SharedMemorySender(SenderTransport):
         for meta, tensor in tensors:
             if self._stage is None:
                 self._stage = self._new_segment(self._stage_bytes)
-            piece, differing = write_in_place(
-                self._stage.payload,
-                self._place[meta.name],
-                meta,
-                tensor,
-                digest=self.context.digest,
-                count_changed=count,
+            payload, place = self._stage.payload, self._place[meta.name]
+            if count:
+                changed += count_changed(payload, place, meta, tensor)
+            written = write_in_place(
+                payload, place, meta, tensor, digest=self.context.digest, piece_bytes=self._piece_bytes
             )
-            note_piece(pieces, piece, content)
-            changed, nbytes = changed + differing, nbytes + piece.nbytes
-            if nbytes >= self.context.bucket_bytes:
-                self._announce(transfer, self._stage.id, pieces, stable=True)
-                pieces, nbytes = [], 0
+            for piece in written:
+                note_piece(pieces, piece, content)
+                nbytes += piece.nbytes
+                if nbytes >= self.context.bucket_bytes:
+                    self._announce(transfer, self._stage.id, pieces, stable=True)
+                    pieces, nbytes = [], 0
         if pieces and self._stage is not None:
             self._announce(transfer, self._stage.id, pieces, stable=True)
         self._written = True
@@ -299,6 +302,8 @@ class SharedMemorySender(SenderTransport):
                 self._tell(Forget(segment.id))
 
     def _new_segment(self, nbytes: int) -> _Shared:
+        if self._aborted:  # and perhaps closed, so nobody would give the memory back
+            raise TransportError("the update was aborted")
         nbytes = max(nbytes, 1)
         fd = os.memfd_create("weightsync", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)

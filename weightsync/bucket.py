@@ -84,24 +84,39 @@ def fill(
 
 
 def write_in_place(
-    payload: torch.Tensor, offset: int, meta: TensorMeta, tensor: torch.Tensor, *, digest: bool, count_changed: bool
-) -> tuple[Piece, int]:
-    """Write a whole tensor to a fixed place; (piece, how many values differ from what lay there).
+    payload: torch.Tensor, offset: int, meta: TensorMeta, tensor: torch.Tensor, *, digest: bool, piece_bytes: int
+) -> Iterator[Piece]:
+    """Write a tensor to a fixed place, in pieces; each is yielded when its bytes are there.
 
     The cast to the wire dtype is part of the copy.
     """
     place = payload[offset : offset + meta.nbytes]
-    typed = from_bytes(place, meta.torch_dtype, meta.shape)
     tensor = tensor.detach()
-    changed = 0
-    if count_changed:
-        tensor = tensor.to(dtype=meta.torch_dtype)
-        changed = int((_bits(tensor) != _bits(typed)).sum())
-    if tensor.dtype == meta.torch_dtype and tensor.is_contiguous() and tensor.device.type == "cpu" and digest:
-        return Piece(meta.name, 0, meta.nbytes, offset, copy_and_digest(place, as_bytes(tensor))), changed
-    if meta.numel:
-        typed.copy_(tensor)
-    return Piece(meta.name, 0, meta.nbytes, offset, digest_bytes(place) if digest else None), changed
+    plain = tensor.dtype == meta.torch_dtype and tensor.is_contiguous() and tensor.device.type == "cpu"
+    if not plain and meta.numel:
+        from_bytes(place, meta.torch_dtype, meta.shape).copy_(tensor)
+    data = as_bytes(tensor) if plain else None
+    for start, end in cuts(meta.nbytes, piece_bytes):
+        value = None
+        if data is not None and digest:
+            value = copy_and_digest(place[start:end], data[start:end])
+        elif data is not None:
+            place[start:end].copy_(data[start:end])
+        elif digest:
+            value = digest_bytes(place[start:end])
+        yield Piece(meta.name, start, end - start, offset + start, value)
+
+
+def cuts(nbytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of runs of at most *piece_bytes*; one empty run for no bytes."""
+    for start in range(0, max(nbytes, 1), piece_bytes):
+        yield start, min(start + piece_bytes, nbytes)
+
+
+def count_changed(payload: torch.Tensor, offset: int, meta: TensorMeta, tensor: torch.Tensor) -> int:
+    """How many values of *tensor*, in its wire dtype, differ from what lies at its place."""
+    known = from_bytes(payload[offset : offset + meta.nbytes], meta.torch_dtype, meta.shape)
+    return int((_bits(tensor.detach().to(dtype=meta.torch_dtype)) != _bits(known)).sum())
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,8 +5,8 @@
     per chunk         on loan from a transport, from `put` until released
 
 Bytes of a chunk that is not `stable` are copied into the group's staging buffer inside `put`, and the chunk is
-released before `put` returns. A stable chunk that carries a tensor whole is used where it lies and costs no staging;
-it is released when every group that it feeds was consumed, or when the coalescer is closed.
+released before `put` returns. A tensor that lies in one run of stable memory is used where it lies and costs no staging;
+such a chunk is released when every group that it feeds was consumed, or when the coalescer is closed.
 
 Threads: any number of producers call `put`; one consumer iterates `groups` or waits with `wait_whole`.
 """
@@ -79,6 +79,14 @@ class _Group:
     chunks: list[_Loan] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Lent:
+    """A tensor that is used where it lies, as far as it has come."""
+
+    place: torch.Tensor
+    runs: list[tuple[int, int]] = field(default_factory=list)
+
+
 class _Loan:
     """A stable chunk in use by several groups; released with the last."""
 
@@ -116,7 +124,10 @@ class Coalescer:
         self.version = version
         self.staging_limit_bytes = staging_limit_bytes
         self.peak_staging_bytes = 0
-        self.content = ContentDigest()
+        self.nbytes = 0
+        """Bytes that have arrived and were verified."""
+        self._content: dict[int, ContentDigest] = {}
+        self._lent: dict[str, _Lent] = {}
         self._timeout_s = timeout_s
         self._verify = verify
         self._changed = threading.Condition()
@@ -217,39 +228,59 @@ class Coalescer:
         self._claim(piece)
         data = chunk.payload[piece.offset : piece.offset + piece.nbytes]
         group = self._of_name.get(piece.name)
-        whole = piece.nbytes == meta.nbytes
-        usable = data.data_ptr() % meta.torch_dtype.itemsize == 0
-        if group is None or (chunk.stable and whole and usable):
+        if group is None or self._lend(piece, chunk, group, loan):
             self._verify_piece(piece, digest_bytes(data) if self._verify else None)
-            tensor = from_bytes(data, meta.torch_dtype, meta.shape) if group is not None and whole else None
         else:
-            staged = self._staging(group, piece)
+            staged = self._staging(group, piece.name)[piece.start : piece.start + piece.nbytes]
             if self._verify:
                 self._verify_piece(piece, copy_and_digest(staged, data))
             else:
                 staged.copy_(data)
-            tensor = None
         with self._changed:
             self._raise_if_failed()  # `close` has given everything back
-            self.content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
-            if group is not None and tensor is not None:
-                group.chunks.append(loan)
-                loan.users += 1
+            self.nbytes += piece.nbytes
+            content = self._content.setdefault(chunk.sender, ContentDigest())
+            content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
             if sum(end - start for start, end in self._arrived[piece.name]) < meta.nbytes:
                 return
             self._whole.add(piece.name)
             self._changed.notify_all()
             if group is None:
                 return
-            if tensor is None:
-                assert group.buffer is not None
-                start = self._offset[piece.name]
-                tensor = from_bytes(group.buffer[start : start + meta.nbytes], meta.torch_dtype, meta.shape)
-            group.tensors[piece.name] = tensor
+            lent = self._lent.pop(piece.name, None)
+            place = lent.place if lent is not None else self._staging(group, piece.name)
+            group.tensors[piece.name] = from_bytes(place, meta.torch_dtype, meta.shape)
             group.pending -= 1
             if group.pending == 0:
                 self._ready.append(group)
                 self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
+
+    def _lend(self, piece: Piece, chunk: WeightChunk, group: _Group, loan: _Loan) -> bool:
+        """Use the tensor where it lies, if that is in stable memory and in one run; else False: it is to be staged."""
+        meta = self.manifest.by_name[piece.name]
+        base = piece.offset - piece.start
+        with self._changed:
+            self._raise_if_failed()
+            known, arrived = self._lent.get(piece.name), self._arrived[piece.name]
+            if chunk.stable and base >= 0 and base + meta.nbytes <= chunk.payload.numel():
+                place = chunk.payload[base : base + meta.nbytes]
+                fits = place.data_ptr() == known.place.data_ptr() if known is not None else len(arrived) == 1
+                if fits and place.data_ptr() % meta.torch_dtype.itemsize == 0:
+                    known = self._lent.setdefault(piece.name, _Lent(place))
+                    known.runs.append((piece.start, piece.start + piece.nbytes))
+                    group.chunks.append(loan)
+                    loan.users += 1
+                    return True
+            if known is None:
+                return False
+        # A part lies elsewhere after all: stage what was lent, too.
+        staged = self._staging(group, piece.name)
+        with self._changed:
+            # Once: another producer may have done it meanwhile, and written its own pieces there since.
+            lent = self._lent.pop(piece.name, None)
+            for start, end in lent.runs if lent is not None else ():
+                staged[start:end].copy_(lent.place[start:end])  # type: ignore[union-attr]
+        return False
 
     def _claim(self, piece: Piece) -> None:
         """Note that the piece has come; refuse bytes that have come before."""
@@ -269,8 +300,8 @@ class Coalescer:
                 name=piece.name,
             )
 
-    def _staging(self, group: _Group, piece: Piece) -> torch.Tensor:
-        """The piece's place in the group's staging buffer, which is made on first use, when there is room."""
+    def _staging(self, group: _Group, name: str) -> torch.Tensor:
+        """The tensor's place in the group's staging buffer, which is made on first use, when there is room."""
         with self._changed:
             if group.buffer is None:
                 self._wait_for_room(group)
@@ -278,8 +309,8 @@ class Coalescer:
                 self._used_bytes += group.staging_bytes
                 self.peak_staging_bytes = max(self.peak_staging_bytes, self._used_bytes)
                 group.buffer = torch.empty(group.staging_bytes, dtype=torch.uint8)
-            start = self._offset[piece.name] + piece.start
-            return group.buffer[start : start + piece.nbytes]
+            start = self._offset[name]
+            return group.buffer[start : start + self.manifest.by_name[name].nbytes]
 
     def _wait_for_room(self, group: _Group) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -358,6 +389,11 @@ class Coalescer:
                 loan.drop()
             self._changed.notify_all()
 
+    def content_digests(self) -> dict[int, int]:
+        """Per sender, the digest of all that came from it; see `ContentDigest`."""
+        with self._changed:
+            return {sender: content.value for sender, content in self._content.items()}
+
     def is_whole(self, wait_s: float = 0.0) -> bool:
         """Whether everything arrived and was verified; waits at most *wait_s* for it.
 
@@ -388,10 +424,10 @@ class Coalescer:
 
     def _wait_for_bytes(self, before: int) -> int:
         """Wait for a change; the bound starts anew whenever more has arrived than the *before* of the last call."""
-        if self.content.nbytes != before:
+        if self.nbytes != before:
             self._deadline = time.monotonic() + self._timeout_s
-        now = self.content.nbytes
-        if not self._changed.wait(self._deadline - time.monotonic()) and self.content.nbytes == now:
+        now = self.nbytes
+        if not self._changed.wait(self._deadline - time.monotonic()) and self.nbytes == now:
             raise self._late()
         return now
 
@@ -435,6 +471,7 @@ class Coalescer:
                 for loan in loans:
                     loan.drop()
             self._ready.clear()
+            self._lent.clear()
             self._used_bytes = self._freeable_bytes = 0
             self._changed.notify_all()
 

@@ -129,7 +129,8 @@ class Pending(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class Sent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     nbytes: int
-    content_digest: int
+    content_digests: tuple[int, ...]
+    """One per link: links may cut tensors differently."""
     changed_values: int | None
     seconds: float
 
@@ -138,7 +139,8 @@ class Vote(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Everything is here, whole and verified."""
 
     nbytes: int
-    content_digest: int
+    content_digests: dict[int, int]
+    """Per sender index."""
     peak_staging_bytes: int
     seconds: float
 

@@ -135,6 +135,7 @@ class ReceiverRank:
 
     def _receive(self, version: int) -> m.Reply:
         assert self._manifest is not None and self._load_map is not None
+        self._connecting = None
         self._started = time.perf_counter()
         self._applied = False
         self._coalescer = Coalescer(
@@ -167,23 +168,21 @@ class ReceiverRank:
 
     def _poll(self, wait_s: float) -> m.Reply:
         if self._connecting is not None:
-            if not self._connecting.is_done(wait_s):
-                return m.Pending()
-            work, self._connecting = self._connecting, None
-            return work.result()
+            # Kept until the next step: other ranks of this engine may take longer, and then all are asked again.
+            return self._connecting.result() if self._connecting.is_done(wait_s) else m.Pending()
         if self._coalescer is None:
             raise WeightSyncError("nothing is under way")
         # A tensor may come twice after everything came once, so the vote waits for the ends of all streams.
         if not self._coalescer.is_whole(wait_s) or not all(work.is_done(wait_s) for work in self._receiving):
-            return m.Pending(progress=self._coalescer.content.nbytes)
+            return m.Pending(progress=self._coalescer.nbytes)
         self._coalescer.is_whole()
         return self._vote()
 
     def _vote(self) -> m.Vote:
         assert self._coalescer is not None
         return m.Vote(
-            nbytes=self._coalescer.content.nbytes,
-            content_digest=self._coalescer.content.value,
+            nbytes=self._coalescer.nbytes,
+            content_digests=self._coalescer.content_digests(),
             peak_staging_bytes=self._coalescer.peak_staging_bytes,
             seconds=time.perf_counter() - self._started,
         )

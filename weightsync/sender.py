@@ -133,7 +133,7 @@ class SenderRank:
         first = stats[0] if stats else TransferStats()
         return m.Sent(
             nbytes=first.nbytes,
-            content_digest=first.content_digest,
+            content_digests=tuple(part.content_digest for part in stats),
             changed_values=first.changed_values,
             seconds=time.perf_counter() - start,
         )

@@ -76,7 +76,8 @@ class LocalSync:
         self.senders = [SenderRank(i, source) for i, source in enumerate(sources)]
         self.receivers = [[ReceiverRank(adapter, rank=i) for i, adapter in enumerate(ranks)] for ranks in engines]
         self.fleet = LocalFleet(
-            [in_process_party([sender]) for sender in self.senders], [in_process_party(receivers) for receivers in self.receivers]
+            [in_process_party([sender]) for sender in self.senders],
+            [in_process_party(receivers) for receivers in self.receivers],
         )
         self.session = Session(self.fleet, config)
 

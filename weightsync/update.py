@@ -208,12 +208,17 @@ class UpdateMachine:
         return []
 
     def _compare_digests(self) -> DigestError | None:
-        total = sum(sent.content_digest for sent in self.sent.values()) % (1 << 64)
+        """Whether every rank holds, from each trainer, what that trainer sent over one of its links."""
         for party, votes in self.votes.items():
             for i, vote in enumerate(votes):
-                if vote.content_digest != total:
-                    rank = f"{party} rank {i}"
-                    return DigestError(f"{rank} holds {vote.content_digest:016x}, {total:016x} was sent", rank=rank)
+                for sender, trainer in enumerate(self._trainers):
+                    sent = self.sent[trainer].content_digests or (0,)
+                    held = vote.content_digests.get(sender, 0)
+                    if held not in sent:
+                        rank = f"{party} rank {i}"
+                        return DigestError(
+                            f"{rank} holds {held:016x} of {trainer}, which sent {sent[0]:016x}", rank=rank
+                        )
         return None
 
     def _commit(self, now: float) -> list[Command]:
@@ -234,7 +239,9 @@ class UpdateMachine:
 
     def _on_failure(self, party: str, error: WeightSyncError, now: float) -> list[Command]:
         error.phase = error.phase or self.phase.value
-        error.rank = error.rank or party
+        if error.rank is None:
+            error.rank = party
+            error.args = (f"{party}: {error}",)
         if self.phase is Phase.ABORT:
             return self._done(party, now)
         applying = self.phase is Phase.APPLY or (self.phase is Phase.COMMIT and party in self._engines)

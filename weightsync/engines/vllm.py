@@ -55,7 +55,9 @@ class VllmAdapter:
         head = "lm_head.weight"
         text_config = self._worker.vllm_config.model_config.hf_text_config
         if head in load_map.unfed and getattr(text_config, "tie_word_embeddings", False):
-            embeddings = {c.name for c in load_map.copies if c.module.endswith("embed_tokens") and c.parameter == "weight"}
+            embeddings = {
+                c.name for c in load_map.copies if c.module.endswith("embed_tokens") and c.parameter == "weight"
+            }
             if len(embeddings) == 1:
                 self._ties = {embeddings.pop(): head}
                 load_map = self._record(manifest)
@@ -77,12 +79,16 @@ class VllmAdapter:
                     if name in module._non_persistent_buffers_set:
                         passing.add((module_path, name))
             with set_current_vllm_config(self._worker.vllm_config):
-                load_map = record_load_map(manifest, destinations, lambda items: model.load_weights(self._with_ties(items)))
+                load_map = record_load_map(
+                    manifest, destinations, lambda items: model.load_weights(self._with_ties(items))
+                )
         finally:
             self._abort_reload()
         # Caches such as a rotary embedding's are no weights; they matter only where a tensor feeds them.
         fed = {(copy.module, copy.parameter) for copy in load_map.copies}
-        kept = tuple(t for t in load_map.targets if (t.module, t.parameter) in fed or (t.module, t.parameter) not in passing)
+        kept = tuple(
+            t for t in load_map.targets if (t.module, t.parameter) in fed or (t.module, t.parameter) not in passing
+        )
         return msgspec.structs.replace(load_map, targets=kept)
 
     def _with_ties(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
