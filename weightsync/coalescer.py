@@ -278,8 +278,9 @@ class Coalescer:
         with self._changed:
             # Once: another producer may have done it meanwhile, and written its own pieces there since.
             lent = self._lent.pop(piece.name, None)
-            for start, end in lent.runs if lent is not None else ():
-                staged[start:end].copy_(lent.place[start:end])  # type: ignore[union-attr]
+            if lent is not None:
+                for start, end in lent.runs:
+                    staged[start:end].copy_(lent.place[start:end])
         return False
 
     def _claim(self, piece: Piece) -> None:

@@ -84,6 +84,7 @@ class UpdateMachine:
         self._waiting: dict[str, float] = {}
         """Party -> when its wait began, or last showed progress."""
         self._progress: dict[str, int] = {}
+        self._answered: dict[str, float] = {}
         self._entered = 0.0
 
     @property
@@ -97,6 +98,7 @@ class UpdateMachine:
 
     def on_reply(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
         """*party* answered, one reply a rank."""
+        self._answered[party] = now
         if party not in self._waiting or self.finished:
             return []
         for reply in replies:
@@ -121,18 +123,35 @@ class UpdateMachine:
     def on_tick(self, now: float) -> list[Command]:
         """Call now and then; a party that was silent for `timeout_s` has failed."""
         late = [party for party, since in self._waiting.items() if now - since > self._timeout_s]
+        # Who does not answer at all is to blame before who answers that nothing moves, and a sender before a receiver.
+        late.sort(key=lambda party: (self._answers(party, now), party in self._engines))
         commands: list[Command] = []
         for party in late:
             if party in self._waiting and not self.finished:
-                error = UpdateTimeoutError(
-                    f"{party} did not answer for {self._timeout_s:g} s in phase {self.phase}: it is busy in a long call, "
-                    "or stuck. An actor must be free while an update runs, or be async or have a concurrency group",
-                    rank=party,
-                    phase=self.phase.value,
+                if self._answers(party, now):
+                    reason = f"{party} made no progress for {self._timeout_s:g} s in phase {self.phase}"
+                    if party in self._trainers:
+                        reason += ": its source or a receiver is stuck"
+                    elif sending := [trainer for trainer in self._trainers if trainer in self._waiting]:
+                        reason += f": {', '.join(sending)} did not go on sending"
+                else:
+                    self._silent.add(party)
+                    reason = (
+                        f"{party} did not answer for {self._timeout_s:g} s in phase {self.phase}: it is busy in a long "
+                        "call, or stuck. An actor must be free while an update runs, or be async or have a concurrency "
+                        "group"
+                    )
+                error = UpdateTimeoutError(reason, rank=party, phase=self.phase.value)
+                commands += (
+                    self._on_failure(party, error, now)
+                    if self._answers(party, now)
+                    else self.on_error(party, error, now)
                 )
-                self._silent.add(party)
-                commands += self.on_error(party, error, now)
         return commands
+
+    def _answers(self, party: str, now: float) -> bool:
+        """Whether *party* has answered within the bound."""
+        return now - self._answered.get(party, self._entered) < self._timeout_s and party in self._answered
 
     # ---- phases ---------------------------------------------------------------------------------------------
 
