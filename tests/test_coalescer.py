@@ -254,6 +254,27 @@ def test_producers_that_stage_parts_of_a_lent_tensor_do_not_undo_one_another() -
         sys.setswitchinterval(interval)
 
 
+def keep_groups(source: Coalescer, into: list[torch.Tensor]) -> None:
+    into += collect(source).values()
+
+
+def test_a_tensor_is_whole_when_every_producer_has_copied_its_part_and_not_before() -> None:
+    tensors = {"w": torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(150):
+            target = coalescer(tensors, producers=4)
+            step = (1 << 16) // 4
+            chunks = [Lent(target, [("w", a, tensors["w"][a : a + step])]).chunk for a in range(0, 1 << 16, step)]
+            found: list[torch.Tensor] = []
+            works = [partial(target.put, chunk) for chunk in chunks]
+            assert in_threads(*works, partial(keep_groups, target, found)) == []
+            assert torch.equal(found[0], tensors["w"])
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_ties_stand_beside_their_canonical_name_and_share_its_bytes() -> None:
     weight = torch.randn(4)
     target = coalescer({"embed": weight, "head": weight}, [ModuleGroup("m", ("embed", "head"))])

@@ -144,6 +144,7 @@ class Coalescer:
         self._of_name: dict[str, _Group] = {}
         self._offset: dict[str, int] = {}
         self._arrived: dict[str, list[tuple[int, int]]] = {}
+        self._done: dict[str, int] = {}
         self._whole: set[str] = set()
         self._groups = [_Group(spec, sum(n in manifest.by_name for n in spec.names)) for spec in groups]
         for group in self._groups:
@@ -241,7 +242,9 @@ class Coalescer:
             self.nbytes += piece.nbytes
             content = self._content.setdefault(chunk.sender, ContentDigest())
             content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
-            if sum(end - start for start, end in self._arrived[piece.name]) < meta.nbytes:
+            # Not what was claimed: another producer may still be copying its piece.
+            done = self._done[piece.name] = self._done.get(piece.name, 0) + piece.nbytes
+            if done < meta.nbytes or piece.name in self._whole:
                 return
             self._whole.add(piece.name)
             self._changed.notify_all()

@@ -107,8 +107,8 @@ def transfer(version: int, tensors: Tensors) -> Transfer:
     return Transfer(version=version, manifest=Manifest.from_tensors(tensors), names=tuple(tensors))
 
 
-def items(tensors: Tensors) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-    manifest = Manifest.from_tensors(tensors)
+def items(tensors: Tensors, manifest: Manifest | None = None) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+    manifest = manifest or Manifest.from_tensors(tensors)
     return ((manifest.by_name[name], tensor) for name, tensor in tensors.items())
 
 
@@ -145,17 +145,15 @@ class Link:
         for receiver in self.receivers:
             receiver.close()
 
-    def send(self, version: int, tensors: Tensors) -> Background[TransferStats]:
+    def send(self, of: Transfer, tensors: Tensors) -> Background[TransferStats]:
         if self.shared is not None:
             tensors = self.shared.update(tensors)
-        return start(lambda: self.sender.send(transfer(version, tensors), items(tensors)))
+        return start(lambda: self.sender.send(of, items(tensors, of.manifest)))
 
     def move(self, version: int, tensors: Tensors) -> tuple[TransferStats, list[Received]]:
-        works = [
-            start(lambda r=r: receiver_process.receive_all(r, transfer(version, tensors)))  # type: ignore[misc]
-            for r in self.receivers
-        ]
-        stats = end(self.send(version, tensors))
+        of = transfer(version, tensors)
+        works = [start(partial(receiver_process.receive_all, receiver, of)) for receiver in self.receivers]
+        stats = end(self.send(of, tensors))
         found = [end(work) for work in works]
         self.sender.finish()
         return stats, found
@@ -241,7 +239,7 @@ def test_bytes_are_exact_across_processes(variant: str, server: str) -> None:
     for version in range(1, 4):
         tensors = model(version)
         receiving = [start(partial(process.call, "receive", transfer(version, tensors))) for process in ends]
-        end(link.send(version, tensors))
+        end(link.send(transfer(version, tensors), tensors))
         for received in receiving:
             assert end(received) == expected(tensors)
         link.sender.finish()
@@ -311,7 +309,7 @@ def test_a_lent_chunk_stays_as_it_is_until_it_is_released(variant: str) -> None:
 
     with Link(variant, tensors) as link:
         works = [start(lambda r=r, p=p: slowly(r, p)) for r, p in zip(link.receivers, (0.0, 0.02), strict=True)]  # type: ignore[misc]
-        end(link.send(1, tensors))
+        end(link.send(transfer(1, tensors), tensors))
         assert [end(work) for work in works] == [30 * 20_000] * 2
 
 
