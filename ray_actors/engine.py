@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import torch
 
 from weightsync import messages as m
@@ -123,8 +124,8 @@ class AsyncVllmSide(EngineSide):
     _pending: asyncio.Task[list[bytes]] | Future[list[bytes]] | None = None
 
     def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None:
-        if isinstance(request, m.Poll):  # a worker that waits keeps the engine from generating
-            payload = encode(m.Poll())
+        if isinstance(request, m.Poll | m.Transfer):  # a worker that waits keeps the engine from generating
+            payload = encode(msgspec.structs.replace(request, wait_s=0.0))
         answer = self._answer(request, payload)
         try:
             self._pending = asyncio.get_running_loop().create_task(answer)

@@ -227,7 +227,13 @@ def in_place(into: dict[Place, torch.Tensor], items: Items) -> None:
         into["m", "w"].add_(tensor)
 
 
-@pytest.mark.parametrize("load", [transform_after, compute_before, through_a_buffer, through_other_bits, in_place])
+def rebound(into: dict[Place, torch.Tensor], items: Items) -> None:
+    into["m", "w"].data = torch.stack([tensor for _, tensor in items]).sum(0)
+
+
+@pytest.mark.parametrize(
+    "load", [transform_after, compute_before, through_a_buffer, through_other_bits, in_place, rebound]
+)
 def test_where_a_loader_computes_names_are_known_and_regions_are_not(
     load: Callable[[dict[Place, torch.Tensor], Items], None],
 ) -> None:

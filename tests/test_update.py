@@ -245,7 +245,12 @@ def test_when_every_engine_fails_to_apply_the_update_fails() -> None:
 
 def test_a_streaming_transfer_that_fails_poisons_every_engine() -> None:
     target = machine(staged=False)
-    run(target, lambda c: failed(TransportError("broke")) if c == Command("trainer 0", m.Transfer(version=5)) else None)
+    run(
+        target,
+        lambda c: (
+            failed(TransportError("broke")) if c.party == "trainer 0" and isinstance(c.request, m.Transfer) else None
+        ),
+    )
     assert target.phase is Phase.FAILED
     assert set(target.poisoned) == {"engine 0", "engine 1"}
 

@@ -362,16 +362,19 @@ class _Mapped:
     def _map(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._payload = torch.frombuffer(
+            self.payload = torch.frombuffer(
                 mmap.mmap(self._fd, self._nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8
             )
-        self._clean_version = self._payload._version
+        self._clean_version = self.payload._version
 
-    def payload(self) -> torch.Tensor:
-        """The bytes. Pages that a loader has written into are private by now and stale, so they are mapped anew."""
-        if self._payload._version != self._clean_version:
+    def refresh(self, *, always: bool) -> None:
+        """Map anew where a loader has written into the bytes: such pages are private by now and stale.
+
+        torch counts writes through the tensor, but not those through `.data` or numpy. These are found by the digest;
+        without digests, map *always*.
+        """
+        if always or self.payload._version != self._clean_version:
             self._map()
-        return self._payload
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -400,6 +403,8 @@ class SharedMemoryReceiver(ReceiverTransport):
 
     def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
         assert self._channel is not None, "receive before connect"
+        for segment in self._segments.values():
+            segment.refresh(always=not self.context.digest)
         while True:
             message, fd = self._channel.receive(timeout_s=self.context.timeout_s)
             match message:
@@ -435,7 +440,7 @@ class SharedMemoryReceiver(ReceiverTransport):
             message.version,
             message.manifest_digest,
             message.pieces,
-            self._segments[segment].payload(),
+            self._segments[segment].payload,
             stable=message.stable,
             sender=self.context.sender,
             release=release,

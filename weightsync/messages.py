@@ -110,9 +110,10 @@ class Prepared(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Send or receive, in the background."""
+    """Send or receive, in the background; answered as a poll is, within `wait_s`."""
 
     version: int
+    wait_s: float = 0.0
 
 
 class Poll(msgspec.Struct, tag=True, frozen=True, kw_only=True):

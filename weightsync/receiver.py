@@ -54,7 +54,7 @@ class ReceiverRank:
             case m.Prepare():
                 return self._prepare(request)
             case m.Transfer():
-                return self._receive(request.version)
+                return self._receive(request.version, request.wait_s)
             case m.Poll():
                 return self._poll(request.wait_s)
             case m.Apply():
@@ -133,7 +133,7 @@ class ReceiverRank:
             poisoned=self.poisoned,
         )
 
-    def _receive(self, version: int) -> m.Reply:
+    def _receive(self, version: int, wait_s: float) -> m.Reply:
         assert self._manifest is not None and self._load_map is not None
         self._connecting = None
         self._started = time.perf_counter()
@@ -151,7 +151,7 @@ class ReceiverRank:
             Background(lambda link=link, transport=transport: self._drain(link, transport, version), name="receive")  # type: ignore[misc]
             for link, transport in self._links
         ]
-        return m.Pending()
+        return self._poll(wait_s)
 
     def _drain(self, link: m.ReceiverLink, transport: ReceiverTransport, version: int) -> None:
         """Move one link's chunks into the coalescer."""

@@ -45,6 +45,7 @@ def record_load_map(
     try:
         with torch.no_grad(), recorder:
             load(iter(items))
+            recorder.note_replaced()
     except Exception as error:
         if not _wants_data(error):
             raise ManifestError(f"the engine's loader refuses the manifest: {type(error).__name__}: {error}") from error
@@ -74,6 +75,7 @@ class _CopyRecorder(TorchDispatchMode):
         self._sources: dict[int, tuple[str, torch.dtype]] = {}
         self._dtypes = {place: tensor.dtype for place, tensor in destinations.items()}
         self._computed: set[tuple[str, str]] = set()
+        self._held = dict(destinations)
         for place, tensor in destinations.items():
             self._destinations.setdefault(self._key(tensor), place)
 
@@ -117,6 +119,17 @@ class _CopyRecorder(TorchDispatchMode):
         elif func not in _CONSTANT_WRITES:
             self._computed.add(place)
             self.copies += [Copy(name, *place, None, None) for name in sorted(names)]
+
+    def note_replaced(self) -> None:
+        """Parameters that were given another tensor (`parameter.data = tensor`) instead of being written into."""
+        for key, place in list(self._destinations.items()):
+            now = self._key(self._held[place])
+            if now != key:
+                names = self._names.get(now)
+                if names:
+                    self.copies += [Copy(name, *place, None, None) for name in sorted(names)]
+                else:
+                    self.strays = self.strays or ".".join(place)
 
     def sound_copies(self) -> list[Copy]:
         """The copies; those into a parameter that the loader also computed on lose their geometry."""

@@ -75,11 +75,11 @@ class SenderRank:
             case m.OpenSender():
                 return self._open(request)
             case m.Connect():
-                return self._start(self._connect, "connect")
+                return self._start(self._connect, "connect", 0.0)
             case m.Prepare():
                 return self._prepare(request)
             case m.Transfer():
-                return self._start(lambda: self._send(request.version), f"send-{request.version}")
+                return self._start(lambda: self._send(request.version), "send", request.wait_s)
             case m.Poll():
                 return self._poll(request.wait_s)
             case m.Commit():
@@ -122,13 +122,15 @@ class SenderRank:
         start = time.perf_counter()
         transfer = Transfer(version=version, manifest=self._manifest, names=self._names)
         tensors = self._counted(self._source.tensors(self._manifest, self._names))
-        if len(self._transports) == 1:
-            stats = [self._transports[0].send(transfer, tensors)]
-        else:
-            stats = self._send_over_all(
-                transfer, LockStep(tensors, len(self._transports), timeout_s=self._config.timeout_s)
-            )
-            for _ in tensors:  # a rank without links still takes part in gathers
+        try:
+            if len(self._transports) == 1:
+                stats = [self._transports[0].send(transfer, tensors)]
+            else:
+                items = LockStep(tensors, len(self._transports), timeout_s=self._config.timeout_s)
+                stats = self._send_over_all(transfer, items)
+        finally:
+            # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
+            for _ in tensors:
                 pass
         first = stats[0] if stats else TransferStats()
         return m.Sent(
@@ -155,9 +157,9 @@ class SenderRank:
                     transport.abort()
         return [work.result() for work in works]
 
-    def _start(self, work: Callable[[], m.Ok | m.Sent], name: str) -> m.Reply:
+    def _start(self, work: Callable[[], m.Ok | m.Sent], name: str, wait_s: float) -> m.Reply:
         self._work = Background(work, name=name)
-        return self._poll(0)
+        return self._poll(wait_s)
 
     def _poll(self, wait_s: float) -> m.Reply:
         if self._work is None:

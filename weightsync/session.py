@@ -261,7 +261,8 @@ class Session:
         answers: dict[str, tuple[m.Reply, ...]] = {}
         for party, request in requests.items():
             self._fleet.send(party, request)
-        deadline = time.monotonic() + self._config.timeout_s
+        # A little more than the ranks' own bounds, so that their errors, which know more, come first.
+        deadline = time.monotonic() + 1.25 * self._config.timeout_s + 1
         while len(answers) < len(requests):
             for party, replies in self._fleet.replies(0.1):
                 if party not in requests or party in answers:  # a late answer to an earlier question

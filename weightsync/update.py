@@ -209,7 +209,10 @@ class UpdateMachine:
             case Phase.PREPARE:
                 self._enter(Phase.TRANSFER, now)
                 # Engines first: a receiver that listens never keeps a sender waiting.
-                return self._ask_all((*self._engines, *self._trainers), m.Transfer(version=self.version), now)
+                # In streaming an engine must be told to apply before anything can be asked of it.
+                engines = m.Transfer(version=self.version, wait_s=POLL_S if self._staged else 0.0)
+                trainers = m.Transfer(version=self.version, wait_s=POLL_S)
+                return self._ask_all(self._engines, engines, now) + self._ask_all(self._trainers, trainers, now)
             case Phase.TRANSFER:
                 error = self._compare_digests()
                 if error is not None:
@@ -303,4 +306,7 @@ class UpdateMachine:
         if progress != self._progress.get(party, 0) or not replies:
             self._progress[party] = progress
             self._waiting[party] = now
+            if not self._staged and party in self._trainers:
+                # Engines that apply what streams in cannot answer; they wait as long as something is sent.
+                self._waiting.update({engine: now for engine in self._engines if engine in self._waiting})
         return [Command(party, request)]
