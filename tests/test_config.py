@@ -46,7 +46,7 @@ def test_what_is_no_size_is_refused_with_its_key(text: str) -> None:
 def test_the_defaults_stand_and_sizes_become_numbers() -> None:
     config = SyncConfig.load(None)
     assert config == SyncConfig()
-    assert (config.staging_limit, config.bucket) == (4 << 30, 16 << 20)
+    assert (config.staging_limit, config.bucket) == (4 << 30, 8 << 20)
     assert SyncConfig(staging_limit_bytes="1MiB").staging_limit_bytes == 1 << 20
 
 

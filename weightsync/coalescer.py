@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weightsync.chunk import Piece, WeightChunk, aligned, from_bytes
-from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_bytes
+from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_view
 from weightsync.errors import (
     DigestError,
     IncompleteUpdateError,
@@ -32,7 +32,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.loadmap import ModuleGroup
-from weightsync.manifest import Manifest
+from weightsync.manifest import Manifest, TensorMeta
 
 
 def group_bytes(manifest: Manifest, group: ModuleGroup) -> int:
@@ -81,10 +81,13 @@ class _Group:
 
 @dataclass(slots=True)
 class _Lent:
-    """A tensor that is used where it lies, as far as it has come."""
+    """A tensor that lies in one run of stable memory: its bytes are `payload[base : base + nbytes]`."""
 
-    place: torch.Tensor
+    payload: torch.Tensor
+    base: int
+    address: int
     runs: list[tuple[int, int]] = field(default_factory=list)
+    """Which of its bytes have come there."""
 
 
 class _Loan:
@@ -174,9 +177,9 @@ class Coalescer:
         loan = _Loan(chunk)
         try:
             self._check_chunk(chunk)
+            view = chunk.payload.numpy().data if self._verify else None
             for piece in chunk.pieces:
-                self._check_piece(chunk, piece)
-                self._take(piece, chunk, loan)
+                self._take(piece, self._check_piece(chunk, piece), chunk, view, loan)
         except WeightSyncError as error:
             raise self.fail(error) from None
         finally:
@@ -216,7 +219,7 @@ class Coalescer:
                 name=next(iter(chunk.names), None),
             )
 
-    def _check_piece(self, chunk: WeightChunk, piece: Piece) -> None:
+    def _check_piece(self, chunk: WeightChunk, piece: Piece) -> TensorMeta:
         meta = self.manifest.by_name.get(piece.name)
         if meta is None:
             canonical = self.manifest.aliases.get(piece.name)
@@ -232,80 +235,90 @@ class Coalescer:
             raise ManifestError(f"{piece.name} reaches past the end of its chunk", name=piece.name)
         if self._verify and piece.digest is None:
             raise DigestError(f"{piece.name} came without a digest", name=piece.name)
+        return meta
 
-    def _take(self, piece: Piece, chunk: WeightChunk, loan: _Loan) -> None:
-        meta = self.manifest.by_name[piece.name]
-        self._claim(piece)
-        data = chunk.payload[piece.offset : piece.offset + piece.nbytes]
+    def _take(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, view: memoryview | None, loan: _Loan) -> None:
+        start, end = piece.offset, piece.offset + piece.nbytes
         group = self._of_name.get(piece.name)
-        if group is None or self._lend(piece, chunk, group, loan):
-            self._verify_piece(piece, digest_bytes(data) if self._verify else None)
+        with self._changed:
+            self._raise_if_failed()
+            self._claim(piece)
+            lent = group is not None and self._lend(piece, meta, chunk, group, loan)
+        if group is None or lent:
+            self._verify_piece(piece, digest_view(view[start:end]) if view is not None else None)
         else:
-            staged = self._staging(group, piece.name)[piece.start : piece.start + piece.nbytes]
-            if self._verify:
-                self._verify_piece(piece, copy_and_digest(staged, data))
+            staged = self._unlend(group, piece.name)[piece.start : piece.start + piece.nbytes]
+            if view is not None:
+                self._verify_piece(piece, copy_and_digest(staged, chunk.payload[start:end]))
             else:
-                copy_bytes(staged, data)
+                copy_bytes(staged, chunk.payload[start:end])
         with self._changed:
             self._raise_if_failed()  # `close` has given everything back
             self.nbytes += piece.nbytes
-            content = self._content.setdefault(chunk.sender, ContentDigest())
+            content = self._content.get(chunk.sender)
+            if content is None:
+                content = self._content[chunk.sender] = ContentDigest()
             content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
             # Not what was claimed: another producer may still be copying its piece.
             done = self._done[piece.name] = self._done.get(piece.name, 0) + piece.nbytes
-            if done < meta.nbytes or piece.name in self._whole:
-                return
-            self._whole.add(piece.name)
-            if self._all_here():
-                self._notify()
-            if group is None:
-                return
-            lent = self._lent.pop(piece.name, None)
-            place = lent.place if lent is not None else self._staging(group, piece.name)
-            group.tensors[piece.name] = from_bytes(place, meta.torch_dtype, meta.shape)
-            group.pending -= 1
-            if group.pending == 0:
-                self._ready.append(group)
-                self._changed.notify_all()
-                self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
+            if done >= meta.nbytes and piece.name not in self._whole:
+                self._finish(meta, group)
 
-    def _lend(self, piece: Piece, chunk: WeightChunk, group: _Group, loan: _Loan) -> bool:
-        """Use the tensor where it lies, if that is in stable memory and in one run; else False: it is to be staged."""
-        meta = self.manifest.by_name[piece.name]
+    def _finish(self, meta: TensorMeta, group: _Group | None) -> None:
+        """A tensor is whole; and its group, perhaps. With the lock held."""
+        self._whole.add(meta.name)
+        if self._all_here():
+            self._notify()
+        if group is None:
+            return
+        lent = self._lent.pop(meta.name, None)
+        place = (
+            lent.payload[lent.base : lent.base + meta.nbytes] if lent is not None else self._staging(group, meta.name)
+        )
+        group.tensors[meta.name] = from_bytes(place, meta.torch_dtype, meta.shape)
+        group.pending -= 1
+        if group.pending == 0:
+            self._ready.append(group)
+            self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
+            self._changed.notify_all()
+
+    def _lend(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, group: _Group, loan: _Loan) -> bool:
+        """Use the tensor where it lies, if that is in stable memory and in one run; else False: it is to be staged.
+        With the lock held."""
         base = piece.offset - piece.start
-        with self._changed:
-            self._raise_if_failed()
-            known, arrived = self._lent.get(piece.name), self._arrived[piece.name]
-            if chunk.stable and base >= 0 and base + meta.nbytes <= chunk.payload.numel():
-                place = chunk.payload[base : base + meta.nbytes]
-                fits = place.data_ptr() == known.place.data_ptr() if known is not None else len(arrived) == 1
-                if fits and place.data_ptr() % meta.torch_dtype.itemsize == 0:
-                    known = self._lent.setdefault(piece.name, _Lent(place))
-                    known.runs.append((piece.start, piece.start + piece.nbytes))
-                    group.chunks.append(loan)
-                    loan.users += 1
-                    return True
-            if known is None:
+        if not chunk.stable or base < 0 or base + meta.nbytes > chunk.payload.numel():
+            return False
+        address = chunk.payload.data_ptr() + base
+        known = self._lent.get(piece.name)
+        if known is None:
+            if len(self._arrived[piece.name]) > 1 or address % meta.torch_dtype.itemsize:
                 return False
-        # A part lies elsewhere after all: stage what was lent, too.
-        staged = self._staging(group, piece.name)
+            known = self._lent[piece.name] = _Lent(chunk.payload, base, address)
+        elif known.address != address:
+            return False
+        known.runs.append((piece.start, piece.start + piece.nbytes))
+        group.chunks.append(loan)
+        loan.users += 1
+        return True
+
+    def _unlend(self, group: _Group, name: str) -> torch.Tensor:
+        """The tensor's place in staging memory, with what was lent of it copied there: a part lies elsewhere."""
+        staged = self._staging(group, name)
         with self._changed:
             # Once: another producer may have done it meanwhile, and written its own pieces there since.
-            lent = self._lent.pop(piece.name, None)
+            lent = self._lent.pop(name, None)
             if lent is not None:
                 for start, end in lent.runs:
-                    staged[start:end].copy_(lent.place[start:end])
-        return False
+                    copy_bytes(staged[start:end], lent.payload[lent.base + start : lent.base + end])
+        return staged
 
     def _claim(self, piece: Piece) -> None:
-        """Note that the piece has come; refuse bytes that have come before."""
-        with self._changed:
-            self._raise_if_failed()
-            runs = self._arrived.setdefault(piece.name, [])
-            start, end = piece.start, piece.start + piece.nbytes
-            if piece.name in self._whole or any(start < e and s < end for s, e in runs) or (start, end) in runs:
-                raise IncompleteUpdateError(f"{piece.name} came twice", duplicated=[piece.name])
-            runs.append((start, end))
+        """Note that the piece has come; refuse bytes that have come before. With the lock held."""
+        runs = self._arrived.setdefault(piece.name, [])
+        start, end = piece.start, piece.start + piece.nbytes
+        if piece.name in self._whole or any(start < e and s < end for s, e in runs) or (start, end) in runs:
+            raise IncompleteUpdateError(f"{piece.name} came twice", duplicated=[piece.name])
+        runs.append((start, end))
 
     def _verify_piece(self, piece: Piece, digest: int | None) -> None:
         if digest is not None and digest != piece.digest:

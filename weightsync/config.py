@@ -57,7 +57,7 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Bound of each wait: for an answer, a chunk, room to stage, the end of a phase."""
     staging_limit_bytes: int | str = "4GiB"
     """Staging memory that one rank, trainer or engine, may hold for updates."""
-    bucket_bytes: int | str = "16MiB"
+    bucket_bytes: int | str = "8MiB"
     """Size of a transport's bucket, and of the steps in which bytes are announced and verified."""
     digest: bool = True
     """Digest every byte on both sides, before the vote."""

@@ -142,18 +142,20 @@ class Session:
         self._drive(machine)
         if machine.error is not None or machine.poisoned:
             self._linked = False
-        if machine.phase == "failed":
-            assert machine.error is not None
-            raise machine.error
-        self.version = machine.version
-        if machine.poisoned and self._config.on_failure == "raise":
+        if machine.phase != "failed":
+            self.version = machine.version
+        if machine.poisoned and (machine.phase == "failed" or self._config.on_failure == "raise"):
             engine, error = next(iter(machine.poisoned.items()))
+            healthy = len(machine.applied.keys() - machine.poisoned.keys()) if machine.phase != "failed" else 0
             raise EnginePoisonedError(
-                f"{engine} failed while it applied version {machine.version} and holds mixed weights: {error}. "
-                f"It must not serve until a whole update succeeds; {len(machine.applied)} engines have committed",
-                rank=engine,
-                phase="apply",
-            )
+                f"{', '.join(machine.poisoned)} failed while applying version {machine.version} and may hold mixed "
+                f"weights; no rollouts from there until a whole update succeeds ({healthy} engines have committed). "
+                f"First failure: {error}",
+                rank=error.rank or engine,
+                phase=error.phase,
+            ) from error
+        if machine.error is not None and machine.phase == "failed":
+            raise machine.error
         return self._report(machine, time.perf_counter() - started, {**phases, **machine.phases})
 
     def _staged(self) -> bool:

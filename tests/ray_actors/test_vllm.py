@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,4 +129,14 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
             assert len(ray.get(long_request, timeout=60)) == 100, "a request in flight goes on after the pause"
             assert served() == wanted[folder]
             assert 0 < report.pause_s < report.seconds
+    for pause, served_tokens in (("wait", 100), ("abort", None)):
+        with ws.connect(
+            trainers=[trainer], engines=[engine], source="weights", target="llm", config={"pause": pause}
+        ) as sync:
+            long_request = engine.tokens.remote(PROMPTS[0], 100)
+            time.sleep(0.2)
+            sync.update()
+            count = len(ray.get(long_request, timeout=60))
+            assert count == served_tokens if served_tokens is not None else count < 100
+            assert served() == wanted[moe[1]]
     ray.kill(engine)

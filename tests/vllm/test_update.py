@@ -279,6 +279,38 @@ def test_a_transport_that_carries_other_than_was_sent_changes_nothing(
     session.close()
 
 
+@pytest.mark.parametrize("settings", [{}, {"apply": "streaming"}], ids=["staged", "streaming"])
+def test_a_reload_that_fails_half_way_poisons_and_the_next_update_is_exact(
+    settings: dict[str, Any],
+    moe: tuple[Path, Path],
+    old_moe: Engine,
+    load_weights: Any,
+    outputs: Any,
+    reference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = ws.Coalescer.groups
+
+    def broken(self: ws.Coalescer) -> Iterator[Any]:
+        for i, group in enumerate(plain(self)):
+            if i == 7:
+                raise RuntimeError("planted")
+            yield group
+
+    old_moe.weights = load_weights(moe[1])
+    session = old_moe.connect(**settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(ws.Coalescer, "groups", broken)
+        with pytest.raises(ws.EnginePoisonedError, match=r"engine 0 failed.*planted"):
+            session.update()
+    assert outputs(old_moe.llm) != reference(moe[0]), "seven groups of the new weights are in"
+    for folder in (moe[1], moe[0]):
+        old_moe.weights = load_weights(folder)
+        session.update()
+        assert outputs(old_moe.llm) == reference(folder)
+    session.close()
+
+
 def test_an_engine_without_the_extension_is_refused_with_the_cure(
     moe_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
