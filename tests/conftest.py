@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -33,6 +34,10 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "worker_extension_cls": "weightsync.ray_actors.vllm_worker.WeightSyncWorkerExtension",
 }
+if torch.cuda.is_available():
+    ENGINE_ARGUMENTS["gpu_memory_utilization"] = 0.1  # several engines live side by side in a test process
+# More arguments for every engine, as JSON, for a machine that needs them.
+ENGINE_ARGUMENTS.update(json.loads(os.environ.get("WEIGHTSYNC_TEST_ENGINE_ARGUMENTS", "{}")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
