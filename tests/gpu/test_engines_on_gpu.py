@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 import weightsync as ws
-from weightsync.sender import SenderRank
-from weightsync.session import Session
-from weightsync.testing import LocalFleet, LocalSync, in_process_party, module_engine
+from weightsync.testing import LocalSync, module_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -34,23 +34,44 @@ def test_modules_on_the_gpu_are_exact(settings: dict[str, Any]) -> None:
                     parameter.normal_()
 
 
+class Trainer:
+    def __init__(self, folder: str) -> None:
+        self.load(folder)
+
+    def load(self, folder: str) -> None:
+        self.weights = torch.load(Path(folder) / "memory.pt")
+
+
+class Engine:
+    def __init__(self, folder: str, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(folder, **arguments)
+
+    def outputs(self, run: Callable[[Any], Any]) -> Any:
+        return run(self.llm)
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "CUDA graphs"])
 def test_a_vllm_engine_on_the_gpu_equals_a_fresh_one(
-    eager: bool, moe: tuple[Path, Path], start_llm: Any, load_weights: Any, outputs: Any, vllm_party: Any
+    eager: bool, ray_cluster: None, moe: tuple[Path, Path], engine_arguments: dict[str, Any], outputs: Any
 ) -> None:
-    engine, fresh = (start_llm(folder, enforce_eager=eager) for folder in moe)
-    before, expected = outputs(engine), outputs(fresh)
+    arguments = engine_arguments | {"enforce_eager": eager}
+    start = ray.remote(Engine).options(num_gpus=0.4)
+    fresh = start.remote(str(moe[1]), arguments)
+    expected = ray.get(fresh.outputs.remote(outputs))
+    ray.kill(fresh)
+    engine = start.remote(str(moe[0]), arguments)
+    before = ray.get(engine.outputs.remote(outputs))
     assert before != expected
-    old, new = (load_weights(folder) for folder in moe)
-    trainer = {"weights": new}
-    fleet = LocalFleet([in_process_party([SenderRank(0, lambda: trainer["weights"])])], [vllm_party(engine)])
-    session = Session(fleet, ws.SyncConfig(bucket_bytes=1))
-    session.open()
-    for trainer["weights"], wanted in ((new, expected), (new, expected), (old, before)):
-        report = session.update()
-        assert outputs(engine) == wanted
-        assert [row.reloads for row in report.ranks if row.rank.startswith("engine")] == [1]
-    assert report.load[0].fallback is None
-    assert report.load[0].unmapped == ()
-    session.close()
+    trainer = ray.remote(Trainer).options(num_cpus=0.5).remote(str(moe[1]))
+    with ws.connect(trainers=[trainer], engines=[engine], source="weights", target="llm") as sync:
+        for folder, wanted in ((moe[1], expected), (moe[1], expected), (moe[0], before)):
+            ray.get(trainer.load.remote(str(folder)))
+            report = sync.update()
+            assert ray.get(engine.outputs.remote(outputs)) == wanted
+            assert [row.reloads for row in report.ranks if row.rank.startswith("engine")] == [1]
+        assert report.load[0].fallback is None
+        assert report.load[0].unmapped == ()
+    ray.kill(engine)
