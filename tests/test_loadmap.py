@@ -10,7 +10,7 @@ import torch
 
 from weightsync.errors import ManifestError
 from weightsync.geometry import Coverage, Region
-from weightsync.loadmap import LoadMap, layer_groups, whole_model_group
+from weightsync.loadmap import LoadMap, ModuleGroup, layer_groups
 from weightsync.manifest import Manifest, TensorMeta
 from weightsync.recorder import record_load_map
 
@@ -354,6 +354,6 @@ def test_layers_are_told_by_the_outermost_index() -> None:
 def test_without_an_index_in_any_name_the_model_is_one_group() -> None:
     of = manifest({"a": (1,), "b": (1,)}, {"c": "a"})
     assert [(group.key, group.names) for group in layer_groups(of)] == [("(model)", ("a", "c", "b"))]
-    assert whole_model_group(of)[0].names == ("a", "c", "b")
+    assert (ModuleGroup("(model)", of.all_names),)[0].names == ("a", "c", "b")
     found = LoadMap.from_fallback(of, (), "because")
     assert found.fallback == "one group per whole model: because"

@@ -393,11 +393,15 @@ def test_a_streaming_update_that_fails_poisons_and_the_next_heals() -> None:
                 raise RuntimeError("the gather broke")
             yield pair
 
-    sync = LocalSync([source], [module_engine(engine)], config(transport="broadcast", apply="streaming", timeout_s=3))
+    sync = LocalSync(
+        [source],
+        [module_engine(engine)],
+        config(transport="broadcast", apply="streaming", bucket_bytes=64, timeout_s=3),
+    )
     with sync as session:
         session.update()
         fail = True
-        with pytest.raises(WeightSyncError, match="gather broke"):
+        with pytest.raises(EnginePoisonedError, match="gather broke"):
             session.update()
         assert sync.receivers[0][0].poisoned
         fail = False

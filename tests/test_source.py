@@ -187,7 +187,7 @@ def test_a_tie_travels_in_the_dtype_of_its_canonical_name() -> None:
 
 
 def test_an_unknown_wire_dtype_is_a_config_error_with_its_key() -> None:
-    with pytest.raises(ConfigError, match="'bf16' is no torch dtype") as caught:
+    with pytest.raises(ConfigError, match="'bf16' is no floating-point dtype") as caught:
         source(lambda: HELD, {"*": "bf16"}).manifest()
     assert caught.value.key == "wire_dtype.*"
 

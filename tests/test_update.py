@@ -54,8 +54,8 @@ def applied(*digests: int) -> m.Applied:
     return m.Applied(vote=vote(*digests), seconds=0.1, reloads=1)
 
 
-def failed(error: WeightSyncError) -> m.Failed:
-    return m.Failed(error=ErrorInfo.of(error))
+def failed(error: WeightSyncError, *, poisoned: bool = False) -> m.Failed:
+    return m.Failed(error=ErrorInfo.of(error), poisoned=poisoned)
 
 
 def good_reply(command: Command, *, trainers: int) -> m.Reply:
@@ -235,24 +235,31 @@ def test_the_first_failure_of_a_poisoned_engine_is_the_one_that_is_told() -> Non
     assert str(target.poisoned["engine 1"]) == "engine 1: out of memory"
 
 
-def test_when_every_engine_fails_to_apply_the_update_fails() -> None:
+@pytest.mark.parametrize("poisoned", [True, False])
+def test_when_every_engine_fails_to_apply_the_update_fails_and_those_with_mixed_weights_are_poisoned(
+    poisoned: bool,
+) -> None:
     target = machine()
-    asked = run(target, lambda c: failed(WeightSyncError("boom")) if isinstance(c.request, m.Apply) else None)
+    boom = failed(WeightSyncError("boom"), poisoned=poisoned)
+    asked = run(target, lambda c: boom if isinstance(c.request, m.Apply) else None)
     assert target.phase is Phase.FAILED
-    assert set(target.poisoned) == {"engine 0", "engine 1"}
+    assert set(target.poisoned) == ({"engine 0", "engine 1"} if poisoned else set())
     assert names(asked, m.Commit) == []
 
 
-def test_a_streaming_transfer_that_fails_poisons_every_engine() -> None:
-    target = machine(staged=False)
-    run(
-        target,
-        lambda c: (
-            failed(TransportError("broke")) if c.party == "trainer 0" and isinstance(c.request, m.Transfer) else None
-        ),
-    )
+def test_a_streaming_transfer_that_fails_poisons_the_engines_that_had_begun_to_apply() -> None:
+    target = machine(engines=3, staged=False)
+
+    def answer(command: Command) -> m.Reply | WeightSyncError | None:
+        if command.party == "trainer 0" and isinstance(command.request, m.Transfer):
+            return failed(TransportError("broke"))
+        if isinstance(command.request, m.Abort):
+            return m.Ok(poisoned=command.party == "engine 1")
+        return None
+
+    run(target, answer)
     assert target.phase is Phase.FAILED
-    assert set(target.poisoned) == {"engine 0", "engine 1"}
+    assert set(target.poisoned) == {"engine 1"}
 
 
 def test_an_engine_that_fails_to_commit_is_poisoned_and_a_trainer_that_does_is_not_waited_for() -> None:
@@ -295,10 +302,11 @@ def test_progress_extends_the_bound_and_the_same_answer_again_does_not() -> None
     for command in run_until_transfer:
         target.on_reply(command.party, [prepared()], 0.0)
     for now in range(1, 40):
-        target.on_reply("engine 0", [m.Pending(progress=now)], now)
-        target.on_reply("trainer 0", [m.Pending(progress=min(now, 30))], now)
+        target.on_reply("engine 0", [m.Pending(progress=min(now, 30))], now)
+        target.on_reply("trainer 0", [m.Pending(progress=min(now, 20))], now)
         assert target.on_tick(now) == []
-    target.on_reply("engine 0", [m.Pending(progress=100)], 41.0)
+    target.on_reply("engine 0", [m.Pending(progress=30)], 41.0)
+    target.on_reply("trainer 0", [m.Pending(progress=20)], 41.0)
     target.on_tick(41.0)
     assert target.error is not None
     assert target.error.rank == "trainer 0"

@@ -26,9 +26,6 @@ class Bucket:
     pieces: list[Piece]
     used_bytes: int = 0
 
-    def clear(self) -> None:
-        self.pieces, self.used_bytes = [], 0
-
 
 def write_piece(
     bucket: Bucket, meta: TensorMeta, data: torch.Tensor, *, start: int, content: ContentDigest, digest: bool

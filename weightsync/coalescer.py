@@ -459,6 +459,11 @@ class Coalescer:
             raise self._late()
         return now
 
+    @property
+    def num_handed_out(self) -> int:
+        """How many groups the consumer has been given."""
+        return self._handed_out
+
     def unread(self) -> list[str]:
         """Keys of the groups that `groups` has not handed out."""
         with self._changed:

@@ -68,12 +68,16 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What an engine drops along with the old weights."""
     on_failure: Literal["raise", "poison"] = "raise"
     """When an apply fails on some engines: raise: update() raises. poison: update() returns a report that lists them.
-    In both cases they refuse to serve until a whole update, and the others commit."""
+    In both cases they hold mixed weights until a whole update succeeds (an AsyncLLM
+    stays paused), and the others commit."""
     pause: Literal["keep", "wait", "abort"] = "keep"
     """What happens to requests in flight where the engine generates during updates (AsyncLLM): go on with the new
     weights afterwards, finish first, or end."""
     unfed: Literal["report", "error"] = "report"
     """Engine parameters that no trainer tensor feeds: only list them in the report, or refuse to connect."""
+    partial: Literal["report", "error"] = "error"
+    """Engine parameters that the trainers' tensors write only in part, so that a reload leaves the rest undefined: refuse
+    to connect, or only list them (for engines that pad and do not fill the padding)."""
     count_changed_values: bool = False
     """Count the values that differ from the update before, where the sender keeps a copy (shared_memory's stage)."""
 

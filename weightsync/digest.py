@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import xxhash
 
-ALGORITHM = "xxh3_64"
 _BLOCK_BYTES = (
     1 << 20
 )  # 1 MiB: copy 26 ms, copy + digest 28 ms for 270 MB; 256 KiB 31 ms (AMD EPYC, one thread, 2026-11)

@@ -33,6 +33,14 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     destination: Region | None
 
 
+class Fill(msgspec.Struct, frozen=True, array_like=True):
+    """A region that the loader fills with a constant: padding."""
+
+    module: str
+    parameter: str
+    region: Region
+
+
 class ModuleGroup(msgspec.Struct, frozen=True):
     """Names that must arrive together before `modules` may be loaded. Ties stand beside their canonical name."""
 
@@ -66,6 +74,9 @@ class LoadMap(msgspec.Struct, frozen=True, dict=True):
     unmapped: tuple[str, ...] = ()
     """Canonical names that feed nothing on this rank. They must still arrive, and are dropped."""
     fallback: str | None = None
+    fills: tuple[Fill, ...] = ()
+    whole_modules: bool = False
+    """The engine rebuilds a module as a whole: what is not fed of a fed module is lost, not kept."""
 
     @cached_property
     def digest(self) -> str:
@@ -73,7 +84,7 @@ class LoadMap(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def unfed(self) -> tuple[str, ...]:
-        """Targets that no name feeds; they keep their value over an update."""
+        """Targets that no name feeds; they keep their value over an update, unless they are in `partial`."""
         if self.fallback is not None:
             return ()
         fed = {(copy.module, copy.parameter) for copy in self.copies}
@@ -94,6 +105,28 @@ class LoadMap(msgspec.Struct, frozen=True, dict=True):
             if (t.module, t.parameter) in regions
         }
 
+    @cached_property
+    def partial(self) -> tuple[str, ...]:
+        """Targets of which an update would write a part and leave the rest undefined: some of their names are missing."""
+        written: dict[tuple[str, str], list[Region]] = {}
+        for copy in self.copies:
+            if copy.destination is not None:
+                written.setdefault((copy.module, copy.parameter), []).append(copy.destination)
+        for fill in self.fills:
+            if (fill.module, fill.parameter) in written:
+                written[fill.module, fill.parameter].append(fill.region)
+        fed_modules = {copy.module for copy in self.copies}
+        unfed = set(self.unfed)
+        return tuple(
+            t.path
+            for t in self.targets
+            if (
+                (t.module, t.parameter) in written
+                and coverage(math.prod(t.shape), written[t.module, t.parameter]).never
+            )
+            or (self.whole_modules and t.path in unfed and t.module in fed_modules)
+        )
+
     def casts(self, manifest: Manifest) -> tuple[str, ...]:
         """Which tensors change dtype when they land: "name: float32 -> bfloat16"."""
         dtypes = {(t.module, t.parameter): t.dtype for t in self.targets}
@@ -105,10 +138,12 @@ class LoadMap(msgspec.Struct, frozen=True, dict=True):
         return tuple(sorted(found))
 
     @classmethod
-    def from_copies(cls, manifest: Manifest, copies: Iterable[Copy], targets: Iterable[Target]) -> LoadMap:
+    def from_copies(
+        cls, manifest: Manifest, copies: Iterable[Copy], targets: Iterable[Target], fills: Iterable[Fill] = ()
+    ) -> LoadMap:
         copies = tuple(copies)
         groups, unmapped = module_groups(manifest, {(copy.name, copy.module) for copy in copies})
-        return cls(copies, tuple(targets), groups, unmapped)
+        return cls(copies, tuple(targets), groups, unmapped, fills=tuple(fills))
 
     @classmethod
     def from_fallback(cls, manifest: Manifest, targets: Iterable[Target], reason: str) -> LoadMap:
@@ -157,10 +192,6 @@ def layer_groups(manifest: Manifest) -> tuple[ModuleGroup, ...]:
     if members.keys() <= {"(rest)"}:
         members = {"(model)": members.get("(rest)", [])}
     return tuple(ModuleGroup(key, _with_ties(manifest, names)) for key, names in members.items() if names)
-
-
-def whole_model_group(manifest: Manifest) -> tuple[ModuleGroup, ...]:
-    return (ModuleGroup("(model)", manifest.all_names),)
 
 
 def _with_ties(manifest: Manifest, names: Iterable[str]) -> tuple[str, ...]:

@@ -40,8 +40,6 @@ class OpenReceiver(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class ReceiverOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     identity: Identity
     rank: int
-    manifest_digest: str
-    load_map_digest: str
     load: LoadSummary
     order: tuple[str, ...]
     """Canonical names in the order that keeps least staging open."""
@@ -106,7 +104,6 @@ class Prepared(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The version it has now."""
     epoch: int
     manifest_digest: str
-    poisoned: bool = False
 
 
 class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -167,8 +164,8 @@ class Commit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Abort(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Give the update up: forget what came, break the links."""
 
-    version: int
-    reason: str
+    hold: bool = False
+    """Engines that pause stay paused: the others have gone on to the new version."""
 
 
 class Close(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -177,6 +174,8 @@ class Close(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class Ok(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     pause_s: float = 0.0
+    poisoned: bool = False
+    """After an abort: the rank holds mixed weights."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from weightsync import messages as m
 from weightsync.background import Background
 from weightsync.coalescer import Coalescer, check_budget, regroup
 from weightsync.config import SyncConfig
-from weightsync.errors import EngineStateError, ErrorInfo, TransportError, WeightSyncError
+from weightsync.errors import EngineStateError, ErrorInfo, ManifestError, TransportError, WeightSyncError
 from weightsync.identity import identify
 from weightsync.interfaces import EngineAdapter, ReceiverTransport, Transfer
 from weightsync.loadmap import LoadMap
@@ -19,7 +19,7 @@ from weightsync.sender import link_context
 
 
 class ReceiverRank:
-    """Driven by `handle`, one request at a time. The model is touched by `OpenReceiver` and `Apply` alone."""
+    """Driven by `handle`, one request at a time. The model's weights are touched by `Apply` alone."""
 
     def __init__(self, adapter: EngineAdapter, *, rank: int = 0) -> None:
         self._adapter = adapter
@@ -63,7 +63,7 @@ class ReceiverRank:
                 return self._commit(request.version)
             case m.Abort() | m.Close():
                 self._drop_links()
-                return m.Ok()
+                return m.Ok(poisoned=self.poisoned)
             case _:
                 raise WeightSyncError(f"an engine cannot handle {type(request).__name__}")
 
@@ -72,28 +72,42 @@ class ReceiverRank:
         self.name = f"engine {request.engine} rank {self._rank}"
         self._config, self._manifest = request.config, request.manifest
         self._load_map = load_map = self._adapter.load_map(request.manifest)
-        if load_map.unfed and self._config.unfed == "error":
-            raise EngineStateError(
-                f"no trainer tensor feeds {', '.join(load_map.unfed[:5])}: they would keep their old values; send them, "
-                "or set unfed: report"
-            )
+        self._check_load_map(load_map, request.manifest)
         summary = LoadSummary(
             rank=self.name,
             num_groups=len(load_map.groups),
             unmapped=load_map.unmapped,
             unfed=load_map.unfed,
+            partial=load_map.partial,
             casts=load_map.casts(request.manifest),
             fallback=load_map.fallback,
         )
         return m.ReceiverOpened(
             identity=identify(),
             rank=self._rank,
-            manifest_digest=request.manifest.digest,
-            load_map_digest=load_map.digest,
             load=summary,
             order=regroup(request.manifest, load_map.groups),
             version=self._version,
         )
+
+    def _check_load_map(self, load_map: LoadMap, manifest: Manifest) -> None:
+        """Refuse a manifest that this engine cannot be updated from."""
+        if load_map.targets and not load_map.copies and load_map.fallback is None:
+            raise ManifestError(
+                f"no trainer tensor feeds this engine: the trainers have {manifest.tensors[0].name}, ..., the engine has "
+                f"{load_map.targets[0].path}, ...; does a wrapper add a prefix (module., _orig_mod.)?"
+            )
+        if load_map.partial and self._config.partial == "error":
+            raise ManifestError(
+                f"the trainers' tensors feed only a part of {', '.join(load_map.partial[:5])}; a reload would leave the rest "
+                "undefined. Send the missing names (or set partial: report, if it is padding)",
+                name=load_map.partial[0],
+            )
+        if load_map.unfed and self._config.unfed == "error":
+            raise EngineStateError(
+                f"no trainer tensor feeds {', '.join(load_map.unfed[:5])}: they would keep their old values; send them, "
+                "or set unfed: report"
+            )
 
     def _connect(self, request: m.Connect) -> m.Reply:
         self._drop_links()  # an engine that committed while another failed still has its old ones
@@ -130,7 +144,6 @@ class ReceiverRank:
             version=self._version,
             epoch=self._epoch,
             manifest_digest=self._manifest.digest,
-            poisoned=self.poisoned,
         )
 
     def _receive(self, version: int, wait_s: float) -> m.Reply:
@@ -191,15 +204,16 @@ class ReceiverRank:
         if self._coalescer is None or self._coalescer.version != version:
             raise WeightSyncError(f"version {version} was not received, it cannot be applied")
         start = time.perf_counter()
-        self._applied = True
         try:
             reloads = self._adapter.apply(self._coalescer.groups())
             self._coalescer.wait_whole()
             if unread := self._coalescer.unread():
                 raise WeightSyncError(f"the engine's loader ended before it read {len(unread)} groups: {unread[:3]}")
         except BaseException:
-            self.poisoned = True
+            self.poisoned = self.poisoned or self._coalescer.num_handed_out > 0
             raise
+        finally:
+            self._applied = self._coalescer.num_handed_out > 0
         return m.Applied(vote=self._vote(), seconds=time.perf_counter() - start, reloads=reloads)
 
     def _commit(self, version: int) -> m.Ok:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from weightsync.errors import ManifestError
 from weightsync.geometry import Region
-from weightsync.loadmap import Copy, LoadMap, Target
+from weightsync.loadmap import Copy, Fill, LoadMap, Target
 from weightsync.manifest import Manifest
 
 Items = Iterator[tuple[str, torch.Tensor]]
@@ -53,12 +53,16 @@ def record_load_map(
         return LoadMap.from_fallback(manifest, targets, reason)
     if recorder.strays:
         return LoadMap.from_fallback(manifest, targets, f"the loader writes from an unknown source ({recorder.strays})")
-    return LoadMap.from_copies(manifest, recorder.sound_copies(), targets)
+    return LoadMap.from_copies(manifest, recorder.sound_copies(), targets, recorder.fills)
 
 
 def _wants_data(error: BaseException) -> bool:
     """Whether *error* says that a meta tensor was asked for its values."""
-    return isinstance(error, NotImplementedError) or re.search(r"\bmeta\b", str(error).lower()) is not None
+    text = str(error).lower()
+    return (
+        re.search(r"meta tensor|meta device|on meta|device.{0,3}meta|to meta|from meta|data-dependent|faketensor", text)
+        is not None
+    )
 
 
 class _CopyRecorder(TorchDispatchMode):
@@ -67,6 +71,7 @@ class _CopyRecorder(TorchDispatchMode):
     def __init__(self, destinations: Mapping[tuple[str, str], torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[Copy] = []
+        self.fills: list[Fill] = []
         self.strays: str = ""
         # Storages are identified by address, so every tensor that is looked up is kept alive.
         self._keep: list[torch.Tensor] = []
@@ -116,7 +121,9 @@ class _CopyRecorder(TorchDispatchMode):
             self.copies.append(Copy(source_name, *place, region, Region.of(destination)))
         elif is_copy and not names:
             self.strays = self.strays or f"{'.'.join(place)}"
-        elif func not in _CONSTANT_WRITES:
+        elif func in _CONSTANT_WRITES:
+            self.fills.append(Fill(*place, Region.of(destination)))
+        else:
             self._computed.add(place)
             self.copies += [Copy(name, *place, None, None) for name in sorted(names)]
 

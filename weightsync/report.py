@@ -30,6 +30,8 @@ class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Names that feed nothing on this rank."""
     unfed: tuple[str, ...] = ()
     """Parameters and buffers of the engine that no name feeds."""
+    partial: tuple[str, ...] = ()
+    """Those that the names feed only in part (SyncConfig.partial)."""
     casts: tuple[str, ...] = ()
     fallback: str | None = None
     """Why groups are coarser than modules; None when they are exact."""
@@ -55,7 +57,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     changed_values: int | None = None
     """Values that differ from the update before; None unless counted (SyncConfig.count_changed_values)."""
     poisoned: dict[str, str] = {}
-    """Engines whose apply failed, with the error; they serve nothing until a whole update succeeds."""
+    """Engines whose apply failed, with the error; they hold mixed weights until a whole update succeeds."""
 
     @property
     def gb_per_s(self) -> float:
@@ -63,8 +65,17 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def __str__(self) -> str:
+        notes = [
+            f"{count} {what}"
+            for what, count in (
+                ("names feed nothing", max((len(load.unmapped) for load in self.load), default=0)),
+                ("parameters written in part", max((len(load.partial) for load in self.load), default=0)),
+                ("engines poisoned", len(self.poisoned)),
+            )
+            if count
+        ]
         phases = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in self.phases.items())
         return (
             f"version {self.version}: {self.nbytes / 1e6:.1f} MB in {self.seconds:.3f} s ({self.gb_per_s:.2f} GB/s), "
-            f"pause {1e3 * self.pause_s:.0f} ms, {self.apply}; ms: {phases}"
+            f"pause {1e3 * self.pause_s:.0f} ms, {self.apply}; ms: {phases}" + "".join(f"; {note}" for note in notes)
         )

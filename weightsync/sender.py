@@ -11,7 +11,7 @@ import torch
 from weightsync import messages as m
 from weightsync.background import Background
 from weightsync.config import SyncConfig
-from weightsync.errors import ErrorInfo, TransportError, WeightSyncError
+from weightsync.errors import ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.fanout import LockStep
 from weightsync.identity import identify
 from weightsync.interfaces import LinkContext, SenderTransport, Transfer, TransferStats
@@ -113,6 +113,8 @@ class SenderRank:
         assert self._source is not None
         if self._manifest is None:
             raise TransportError("the links are not open")
+        if self._work is not None:
+            raise UpdateTimeoutError("the source still makes tensors for an earlier update that was given up")
         self._source.check(self._manifest, self._names)
         self._epoch = request.epoch
         return m.Prepared(version=self._version, epoch=self._epoch, manifest_digest=self._manifest.digest)
@@ -150,11 +152,15 @@ class SenderRank:
             Background(lambda t=transport: t.send(transfer, iter(items)), name=f"send-{transport.name}")  # type: ignore[misc]
             for transport in self._transports
         ]
+        culprit = None
         while not all(work.is_done(0.05) for work in works):
-            if any(work.is_done(0) and work.failed for work in works):
-                items.abort(TransportError("another link of this trainer broke"))
+            if culprit is None and (failed := [work for work in works if work.is_done(0) and work.failed]):
+                culprit = failed[0]
                 for transport in self._transports:
                     transport.abort()
+                items.abort(TransportError("another link of this trainer broke"))
+        if culprit is not None:
+            culprit.result()
         return [work.result() for work in works]
 
     def _start(self, work: Callable[[], m.Ok | m.Sent], name: str, wait_s: float) -> m.Reply:
@@ -172,8 +178,7 @@ class SenderRank:
     def _drop_links(self) -> None:
         for transport in self._transports:
             transport.abort()
-        if self._work is not None:
-            self._work.join(self._config.timeout_s)
+        if self._work is not None and self._work.join(self._config.timeout_s):
             self._work = None
         for transport in self._transports:
             transport.close()

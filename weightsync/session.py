@@ -139,9 +139,9 @@ class Session:
             staged=self._staged(),
             timeout_s=self._config.timeout_s,
         )
+        self._linked = False  # unless all goes well
         self._drive(machine)
-        if machine.error is not None or machine.poisoned:
-            self._linked = False
+        self._linked = machine.error is None and not machine.poisoned
         if machine.phase != "failed":
             self.version = machine.version
         if machine.poisoned and (machine.phase == "failed" or self._config.on_failure == "raise"):
@@ -281,5 +281,9 @@ class Session:
             if time.monotonic() > deadline:
                 silent = ", ".join(party for party in requests if party not in answers)
                 what = type(next(iter(requests.values()))).__name__
-                raise UpdateTimeoutError(f"{silent} did not answer {what} within {self._config.timeout_s:g} s")
+                raise UpdateTimeoutError(
+                    f"{silent} did not answer {what} within {self._config.timeout_s:g} s: busy in a long call, still "
+                    "starting, or stuck",
+                    rank=silent,
+                )
         return answers

@@ -30,11 +30,12 @@ class TrainerSource:
         metas, aliases, ties = [], {}, TieFinder()
         pairs, lazy = self._pairs()
         for name, tensor in pairs:
+            meta = self._meta(name, tensor)
             canonical = None if lazy else ties.canonical(name, tensor)
             if canonical is not None:
                 aliases[name] = canonical
             else:
-                metas.append(self._meta(name, tensor))
+                metas.append(meta)
         return Manifest(tuple(metas), aliases)
 
     def check(self, manifest: Manifest, names: tuple[str, ...]) -> None:
@@ -76,13 +77,28 @@ class TrainerSource:
                 if name in held:
                     yield self._expect(manifest, name, held[name]), held[name]
             return
-        wanted = set(names)
+        wanted, made = set(names), 0
         for name, tensor in pairs:
+            made += 1
             meta = self._expect(manifest, name, tensor)
             if name in wanted:
                 yield meta, tensor
+        if names and not made:
+            raise ManifestError(
+                "the source made no tensors: a generator can be read once only; give a method or a function that makes a "
+                "new one for each update",
+                name=names[0],
+            )
 
     def _meta(self, name: str, tensor: torch.Tensor) -> TensorMeta:
+        if tensor.is_meta:
+            raise ManifestError(f"{name} is on the meta device: it has no data to send", name=name)
+        if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
+            raise ManifestError(
+                f"{name} is a {type(tensor).__name__} with layout {tensor.layout}: the source must yield whole, dense "
+                "tensors (for a DTensor: full_tensor())",
+                name=name,
+            )
         return TensorMeta.of(name, tensor, dtype=self._dtype(name, tensor.dtype))
 
     def _expect(self, manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorMeta:
@@ -120,8 +136,10 @@ class TrainerSource:
         for pattern, wire in self._wire_dtype.items():
             if fnmatch.fnmatchcase(name, pattern):
                 found = getattr(torch, wire.removeprefix("torch."), None)
-                if not isinstance(found, torch.dtype):
-                    raise ConfigError(f"wire_dtype: {wire!r} is no torch dtype", key=f"wire_dtype.{pattern}")
+                if not isinstance(found, torch.dtype) or not found.is_floating_point:
+                    raise ConfigError(
+                        f"wire_dtype: {wire!r} is no floating-point dtype of torch", key=f"wire_dtype.{pattern}"
+                    )
                 return found
         return dtype
 

@@ -81,8 +81,14 @@ class UpdateMachine:
         self._lost: set[str] = set()
         """Parties that cannot be reached; the silent among them are still told to abort."""
         self._silent: set[str] = set()
+        self._applying: set[str] = set()
+        """Engines that were told to apply, and have not said since that nothing came of it."""
+        self._mixed: set[str] = set()
+        """Engines of which some rank holds a part of the new weights, or may."""
         self._waiting: dict[str, float] = {}
-        """Party -> when its wait began, or last showed progress."""
+        """Party -> when its wait began."""
+        self._moved = 0.0
+        """When anything was last seen to move in the transfer."""
         self._progress: dict[str, int] = {}
         self._answered: dict[str, float] = {}
         self._entered = 0.0
@@ -103,6 +109,9 @@ class UpdateMachine:
             return []
         for reply in replies:
             if isinstance(reply, m.Failed):
+                self._applying.discard(party)
+                if any(r.poisoned for r in replies if isinstance(r, m.Failed)):
+                    self._mixed.add(party)
                 return self._on_failure(party, reply.error.to_error(), now)
         match self.phase:
             case Phase.PREPARE:
@@ -113,16 +122,26 @@ class UpdateMachine:
                 return self._on_applied(party, replies, now)
             case Phase.COMMIT:
                 self.pause_s[party] = max((r.pause_s for r in replies if isinstance(r, m.Ok)), default=0.0)
+            case Phase.ABORT:
+                if party in self._engines and any(isinstance(r, m.Ok) and r.poisoned for r in replies):
+                    assert self.error is not None
+                    self.poisoned.setdefault(party, self.error)
         return self._done(party, now)
 
     def on_error(self, party: str, error: WeightSyncError, now: float) -> list[Command]:
         """*party* cannot be reached any more: its process died, or the call itself failed."""
         self._lost.add(party)
+        if party in self._engines and (
+            self.phase is Phase.APPLY or (self.phase is Phase.TRANSFER and not self._staged)
+        ):
+            self._mixed.add(party)
         return self._on_failure(party, error, now) if party in self._waiting and not self.finished else []
 
     def on_tick(self, now: float) -> list[Command]:
         """Call now and then; a party that was silent for `timeout_s` has failed."""
-        late = [party for party, since in self._waiting.items() if now - since > self._timeout_s]
+        late = [
+            party for party, since in self._waiting.items() if now - self._since(party, since, now) > self._timeout_s
+        ]
         # Who does not answer at all is to blame before who answers that nothing moves, and a sender before a receiver.
         late.sort(key=lambda party: (self._answers(party, now), party in self._engines))
         commands: list[Command] = []
@@ -148,6 +167,12 @@ class UpdateMachine:
                     else self.on_error(party, error, now)
                 )
         return commands
+
+    def _since(self, party: str, since: float, now: float) -> float:
+        """When *party*'s bound began: with its wait, or, for one that answers or cannot while it applies what streams
+        in, when anything last moved: bytes over one link keep the other end waiting."""
+        applying = party in self._engines and not self._staged and self.phase is Phase.TRANSFER
+        return max(since, self._moved) if applying or self._answers(party, now) else since
 
     def _answers(self, party: str, now: float) -> bool:
         """Whether *party* has answered within the bound."""
@@ -183,6 +208,7 @@ class UpdateMachine:
         if not self._staged:
             if all(isinstance(reply, m.Applied) for reply in replies):
                 return self._note_applied(party, replies, now)
+            self._applying.add(party)
             return self._ask(party, m.Apply(version=self.version), now)
         if all(isinstance(reply, m.Vote) for reply in replies):
             self.votes[party] = tuple(r for r in replies if isinstance(r, m.Vote))
@@ -219,6 +245,7 @@ class UpdateMachine:
                     return self._abort(error, now)
                 if self._staged:
                     self._enter(Phase.APPLY, now)
+                    self._applying.update(self._engines)
                     return self._ask_all(self._engines, m.Apply(version=self.version), now)
                 return self._commit(now)
             case Phase.APPLY:
@@ -248,14 +275,13 @@ class UpdateMachine:
         if not healthy:
             return self._abort(self.error or EnginePoisonedError("no engine applied the update"), now)
         self._enter(Phase.COMMIT, now)
+        # An engine that did not apply must not go on with the old version beside the others.
+        abort = m.Abort(hold=True)
+        told = [Command(engine, abort) for engine in self._engines if engine in self._silent]
         broken = [engine for engine in self.poisoned if engine not in self._lost]
-        abort = m.Abort(version=self.version, reason=str(self.error))
-        return [
-            *self._ask_all(
-                (*healthy, *(t for t in self._trainers if t not in self._lost)), m.Commit(version=self.version), now
-            ),
-            *self._ask_all(broken, abort, now),
-        ]
+        committing = (*healthy, *(t for t in self._trainers if t not in self._lost))
+        commit = m.Commit(version=self.version)
+        return told + self._ask_all(committing, commit, now) + self._ask_all(broken, abort, now)
 
     # ---- failure --------------------------------------------------------------------------------------------
 
@@ -277,11 +303,11 @@ class UpdateMachine:
 
     def _abort(self, error: WeightSyncError, now: float) -> list[Command]:
         self.error = error
-        if not self._staged and self.phase is Phase.TRANSFER:
-            for engine in self._engines:
-                self.poisoned.setdefault(engine, error)
+        # Whoever else has applied a part says so in its answer to the abort.
+        self._mixed.update(self.applied)
+        self.poisoned = {engine: self.poisoned.get(engine, error) for engine in self._engines if engine in self._mixed}
         self._enter(Phase.ABORT, now)
-        abort = m.Abort(version=self.version, reason=str(error))
+        abort = m.Abort()
         self._waiting.clear()
         told = [Command(party, abort) for party in self._silent]
         parties = [p for p in (*self._trainers, *self._engines) if p not in self._lost]
@@ -301,12 +327,10 @@ class UpdateMachine:
         return [Command(party, request) for party in parties]
 
     def _ask(self, party: str, request: m.Request, now: float, replies: Sequence[m.Reply] = ()) -> list[Command]:
-        """Ask again; the bound starts anew only when the party's progress moved."""
+        """Ask again; notes when the party's progress moved."""
         progress = sum(reply.progress for reply in replies if isinstance(reply, m.Pending))
-        if progress != self._progress.get(party, 0) or not replies:
-            self._progress[party] = progress
+        if progress != self._progress.get(party, 0):
+            self._progress[party], self._moved = progress, now
+        if not replies:
             self._waiting[party] = now
-            if not self._staged and party in self._trainers:
-                # Engines that apply what streams in cannot answer; they wait as long as something is sent.
-                self._waiting.update({engine: now for engine in self._engines if engine in self._waiting})
         return [Command(party, request)]

@@ -16,7 +16,7 @@ from typing import Any
 from weightsync.chunk import as_bytes
 from weightsync.coalescer import Coalescer
 from weightsync.interfaces import LinkContext, ReceiverTransport, Transfer
-from weightsync.loadmap import whole_model_group
+from weightsync.loadmap import ModuleGroup
 from weightsync.registry import transport_classes
 
 Received = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -28,7 +28,7 @@ def receive_all(receiver: ReceiverTransport, transfer: Transfer) -> Received:
     manifest = transfer.manifest
     target = Coalescer(
         manifest,
-        whole_model_group(manifest),
+        (ModuleGroup("(model)", manifest.all_names),),
         version=transfer.version,
         staging_limit_bytes=1 << 30,
         timeout_s=receiver.context.timeout_s,

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, to_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from weightsync.errors import EngineStateError
@@ -76,7 +76,7 @@ class VllmAdapter:
                         (module._parameters if name in module._parameters else module._buffers)[name] = tensor
                     tensor.weight_loader = layerwise._get_original_loader(tensor)
                     destinations[module_path, name] = tensor
-                    if name in module._non_persistent_buffers_set:
+                    if name in module._non_persistent_buffers_set or name in SKIP_LOAD_TENSORS:
                         passing.add((module_path, name))
             with set_current_vllm_config(self._worker.vllm_config):
                 load_map = record_load_map(
@@ -89,7 +89,7 @@ class VllmAdapter:
         kept = tuple(
             t for t in load_map.targets if (t.module, t.parameter) in fed or (t.module, t.parameter) not in passing
         )
-        return msgspec.structs.replace(load_map, targets=kept)
+        return msgspec.structs.replace(load_map, targets=kept, whole_modules=True)
 
     def _with_ties(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in pairs:
