@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,14 +12,12 @@ from typing import Any, Self
 import ray
 
 from weightsync.config import SyncConfig
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, EngineStateError, WeightSyncError
 from weightsync.ray_actors.coordinator import Coordinator
 from weightsync.ray_actors.fleet import translate
 from weightsync.ray_actors.side import Locator
 from weightsync.registry import transport_names
 from weightsync.report import UpdateReport
-
-_PHASES = 6  # connect, prepare, transfer, apply, commit, abort: each bounded by timeout_s
 
 
 def connect(
@@ -32,7 +31,8 @@ def connect(
     """Connect trainers and engines that are Ray actors; returns a handle whose `update()` syncs the weights.
 
     No mixin is asked of the actors' classes. An actor must be free while weightsync talks to it (connect, and during
-    an update), or be async, or have a concurrency group.
+    an update); one with an AsyncLLM may go on generating, one with an LLM or a module must not do so from another
+    thread. An actor takes part in one weight sync at a time: a new one takes it over.
 
     Args:
         trainers: actor handles, one per trainer rank.
@@ -47,6 +47,8 @@ def connect(
         ConfigError: a setting, `source` or `target` is wrong.
         AgreementError: trainer ranks disagree on a tensor.
         ManifestError: an engine's loader refuses a name or a shape.
+        EngineStateError: an engine cannot be updated as it is, the worker extension is missing, for instance.
+        TransportError: an actor is gone, or a link cannot be made.
         UpdateTimeoutError: an actor is busy.
     """
     settings = SyncConfig.load(config)
@@ -54,15 +56,9 @@ def connect(
         if name != "auto" and name not in transport_names():
             known = ", ".join(transport_names())
             raise ConfigError(f"transport: unknown transport {name!r}; known: auto, {known}", key="transport")
-    for key, actors in (("trainers", trainers), ("engines", engines)):
-        if not actors:
-            raise ConfigError(f"{key}: at least one actor handle is needed", key=key)
-        for actor in actors:
-            if not isinstance(actor, ray.actor.ActorHandle):
-                raise ConfigError(f"{key}: expected Ray actor handles, got {type(actor).__name__}", key=key)
-    coordinator = (
-        ray.remote(Coordinator).options(num_cpus=0, max_concurrency=1).remote(list(trainers), list(engines), settings)
-    )
+    _check_actors(trainers, engines)
+    start = ray.remote(num_cpus=0, concurrency_groups={"watch": 1})(Coordinator)
+    coordinator = start.remote(list(trainers), list(engines), settings)
     sync = WeightSync(coordinator, settings)
     try:
         sync._get(coordinator.open.remote(source, target))
@@ -70,6 +66,28 @@ def connect(
         ray.kill(coordinator)
         raise
     return sync
+
+
+def _check_actors(trainers: Sequence[Any], engines: Sequence[Any]) -> None:
+    """Raises ConfigError where the lists are not of actor handles, each another one, none the calling actor."""
+    places: dict[Any, str] = {}
+    own_id = ray.get_runtime_context().get_actor_id()
+    for key, actors in (("trainers", trainers), ("engines", engines)):
+        if not isinstance(actors, Sequence) or not actors:
+            raise ConfigError(f"{key}: expected a list of at least one actor handle, got {actors!r:.80}", key=key)
+        for i, actor in enumerate(actors):
+            if not isinstance(actor, ray.actor.ActorHandle):
+                raise ConfigError(f"{key}[{i}]: expected a Ray actor handle, got {type(actor).__name__}", key=key)
+            actor_id = actor._actor_id.hex()
+            if actor_id in places:
+                raise ConfigError(f"{key}[{i}] is the same actor as {places[actor_id]}; each must be its own", key=key)
+            if actor_id == own_id:
+                raise ConfigError(
+                    f"{key}[{i}] is the actor that calls connect: it cannot answer meanwhile; call connect and update from "
+                    "the driver or another actor",
+                    key=key,
+                )
+            places[actor_id] = f"{key}[{i}]"
 
 
 class WeightSync:
@@ -89,18 +107,13 @@ class WeightSync:
             WeightSyncError: one of its kinds; every engine then serves the version it had, unless the error is
                 EnginePoisonedError. A later update starts afresh.
         """
+        self._check_open()
         report: UpdateReport = self._get(self._coordinator.update.remote())
         return report
 
     async def update_async(self) -> UpdateReport:
         """`update` for async code."""
-        try:
-            report: UpdateReport = await asyncio.wait_for(
-                asyncio.wrap_future(self._coordinator.update.remote().future()), self._bound_s
-            )
-        except Exception as error:
-            raise translate(error, "the coordinator", self._bound_s) from error
-        return report
+        return await asyncio.to_thread(self.update)
 
     @property
     def version(self) -> int:
@@ -109,28 +122,34 @@ class WeightSync:
 
     def status(self) -> dict[str, Any]:
         """Version, epoch, parties, transports, and what feeds nothing or is fed by nothing. Waits for a running update."""
+        self._check_open()
         status: dict[str, Any] = self._get(self._coordinator.status.remote())
         return status
 
     def close(self) -> None:
-        """End the weight sync; trainers and engines live on, engines with the version they have. Idempotent."""
+        """End the weight sync; trainers and engines live on, engines with the version they have. Idempotent, and
+        never raises for a coordinator that is gone. Waits for an update that runs."""
         if self._closed:
             return
         self._closed = True
-        try:
+        with contextlib.suppress(WeightSyncError):
             self._get(self._coordinator.close.remote())
-        finally:
-            ray.kill(self._coordinator)
-
-    @property
-    def _bound_s(self) -> float:
-        return self.config.timeout_s * _PHASES + 30
+        ray.kill(self._coordinator)
 
     def _get(self, ref: Any) -> Any:
+        """The result of a coordinator's call. Its own waits are bounded, a transfer by progress; so this one lasts as
+        long as the coordinator lives."""
+        slice_s = self.config.timeout_s + 10
         try:
-            return ray.get(ref, timeout=self._bound_s)
+            while not ray.wait([ref], timeout=slice_s)[0]:
+                ray.get(self._coordinator.ping.remote(), timeout=slice_s)
+            return ray.get(ref)
         except Exception as error:
-            raise translate(error, "the coordinator", self._bound_s) from error
+            raise translate(error, None, slice_s) from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineStateError("this weight sync was closed; connect again")
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import ray
+
 from weightsync.config import SyncConfig
 from weightsync.ray_actors.fleet import RayFleet
 from weightsync.ray_actors.side import Locator
@@ -22,7 +24,15 @@ class Coordinator:
 
     def open(self, source: Locator, target: Locator) -> None:
         self._fleet.open_sides(source, target, timeout_s=self._config.timeout_s)
-        self._session.open()
+        try:
+            self._session.open()
+        except BaseException:
+            self._session.close()
+            raise
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def ping(self) -> None:
+        """Answers while an update runs."""
 
     def update(self) -> UpdateReport:
         return self._session.update()

@@ -36,6 +36,8 @@ def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | N
     engine = locate(actor, target, key="target")
     if isinstance(previous, EngineSide) and previous.engine is engine:
         return previous
+    if previous is not None:
+        previous.call(encode(m.Close()))
     kind: type[EngineSide]
     if isinstance(engine, torch.nn.Module):
         kind = ModuleSide
@@ -61,7 +63,7 @@ class EngineSide(ABC):
         self._config = SyncConfig()
         self._pause = _Pause()
 
-    def call(self, payload: bytes) -> list[bytes] | None:
+    def call(self, payload: bytes, number: int = 0) -> list[bytes] | None:
         """Answer a request with one reply a rank; None: not ready, ask `result`."""
         request = decode_request(payload)
         if isinstance(request, m.OpenReceiver):
@@ -70,12 +72,12 @@ class EngineSide(ABC):
             error = EngineStateError("the actor's engine was replaced by another since connect; connect again")
             return [encode(m.Failed(error=ErrorInfo.of(error)))]
         self._pause.before(request)
-        return self._start(request, payload)
+        return self._start(request, payload, number)
 
     @abstractmethod
-    def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None: ...
+    def _start(self, request: m.Request, payload: bytes, number: int) -> list[bytes] | None: ...
 
-    def result(self) -> list[bytes] | None:
+    def result(self, number: int) -> list[bytes] | None:
         raise AssertionError("this engine answers at once")
 
     def _encode(self, request: m.Request, replies: list[m.Reply]) -> list[bytes]:
@@ -93,18 +95,19 @@ class ModuleSide(EngineSide):
         super().__init__(engine, find)
         self._rank = ReceiverRank(TorchModuleAdapter(engine))
 
-    def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None:
+    def _start(self, request: m.Request, payload: bytes, number: int) -> list[bytes] | None:
         return self._encode(request, [self._rank.handle(request)])
 
 
 class VllmSide(EngineSide):
     """A vllm.LLM: nothing generates while a call runs, so that is the pause."""
 
-    def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None:
+    def _start(self, request: m.Request, payload: bytes, number: int) -> list[bytes] | None:
         try:
-            replies = [
-                decode_reply(reply) for reply in self.engine.collective_rpc("weightsync_handle", args=(payload,))
-            ]
+            if isinstance(request, m.Prepare):
+                _refuse_asleep(self.engine.llm_engine.is_sleeping())
+            answers = self.engine.collective_rpc("weightsync_handle", args=(payload,))
+            replies = [decode_reply(answer) for answer in answers]
         except Exception as error:
             replies = [_failed_rpc(error)]
         # In the call that applied: no request can come between new weights and old cache.
@@ -120,24 +123,38 @@ class AsyncVllmSide(EngineSide):
     fetched with `result`. From a thread the engine's own loop is used.
     """
 
-    _paused = False
-    _pending: asyncio.Task[list[bytes]] | Future[list[bytes]] | None = None
+    def __init__(self, engine: Any, find: Callable[[], Any]) -> None:
+        super().__init__(engine, find)
+        self._pending: dict[int, asyncio.Task[list[bytes]] | Future[list[bytes]]] = {}
+        self._held = False
+        """Paused by us: to be resumed by us."""
 
-    def _start(self, request: m.Request, payload: bytes) -> list[bytes] | None:
+    def _start(self, request: m.Request, payload: bytes, number: int) -> list[bytes] | None:
+        if isinstance(request, m.OpenReceiver):
+            parallel = self.engine.vllm_config.parallel_config
+            if parallel.data_parallel_size > 1 and not getattr(parallel, "data_parallel_external_lb", False):
+                error = EngineStateError(
+                    f"an AsyncLLM with data_parallel_size={parallel.data_parallel_size} hands back the answers of its first "
+                    "replica only, so the others cannot be checked; use one AsyncLLM per replica"
+                )
+                return [encode(m.Failed(error=ErrorInfo.of(error)))]
         if isinstance(request, m.Poll | m.Transfer):  # a worker that waits keeps the engine from generating
             payload = encode(msgspec.structs.replace(request, wait_s=0.0))
-        answer = self._answer(request, payload)
         try:
-            self._pending = asyncio.get_running_loop().create_task(answer)
-        except RuntimeError:  # no loop in this thread
-            self._pending = asyncio.run_coroutine_threadsafe(answer, self._engine_loop())
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # called from a thread
+            loop = self._engine_loop()
+            self._pending[number] = asyncio.run_coroutine_threadsafe(self._answer(request, payload), loop)
+        else:
+            self._pending[number] = loop.create_task(self._answer(request, payload))
         return None
 
-    def result(self) -> list[bytes] | None:
-        assert self._pending is not None, "result before call"
-        if not self._pending.done():
+    def result(self, number: int) -> list[bytes] | None:
+        pending = self._pending[number]
+        if not pending.done():
             return None
-        pending, self._pending = self._pending, None
+        # Calls that were superseded end on their own; nobody asks for them any more.
+        self._pending = {n: task for n, task in self._pending.items() if n > number or not task.done()}
         return pending.result()
 
     def _engine_loop(self) -> asyncio.AbstractEventLoop:
@@ -151,13 +168,13 @@ class AsyncVllmSide(EngineSide):
         return loop
 
     async def _answer(self, request: m.Request, payload: bytes) -> list[bytes]:
-        if isinstance(request, m.Apply) and not self._paused:
-            await self.engine.pause_generation(mode=self._config.pause, clear_cache=False)
-            self._paused = True
         try:
-            replies = [
-                decode_reply(reply) for reply in await self.engine.collective_rpc("weightsync_handle", args=(payload,))
-            ]
+            if isinstance(request, m.Prepare):
+                _refuse_asleep(await self.engine.is_sleeping())
+            if isinstance(request, m.Apply):
+                await self._hold()
+            answers = await self.engine.collective_rpc("weightsync_handle", args=(payload,))
+            replies = [decode_reply(answer) for answer in answers]
         except Exception as error:
             replies = [_failed_rpc(error)]
         if (
@@ -166,15 +183,30 @@ class AsyncVllmSide(EngineSide):
             and not await self.engine.reset_prefix_cache(reset_running_requests=True)
         ):
             replies = [_refused_flush()]
-        if self._paused and self._may_resume(request, replies):
+        if self._held and _may_resume(request, replies):
             await self.engine.resume_generation()
-            self._paused = False
+            self._held = False
         return self._encode(request, replies)
 
-    @staticmethod
-    def _may_resume(request: m.Request, replies: list[m.Reply]) -> bool:
-        """After a commit on every rank. An aborted apply leaves mixed weights: stay paused until a whole update."""
-        return isinstance(request, m.Commit) and all(isinstance(reply, m.Ok) for reply in replies)
+    async def _hold(self) -> None:
+        """Pause. An engine that its user has paused already stays so after the update."""
+        if not await self.engine.is_paused():
+            self._held = True
+        pause = self.engine.pause_generation(mode=self._config.pause, clear_cache=False)
+        await asyncio.wait_for(pause, self._config.timeout_s)
+
+
+def _may_resume(request: m.Request, replies: list[m.Reply]) -> bool:
+    """After a commit on every rank, or an abort that left none with mixed weights."""
+    if isinstance(request, m.Abort) and request.hold:
+        return False
+    ends = isinstance(request, m.Commit | m.Abort | m.Close)
+    return ends and all(isinstance(reply, m.Ok) and not reply.poisoned for reply in replies)
+
+
+def _refuse_asleep(asleep: bool) -> None:
+    if asleep:
+        raise EngineStateError("the engine is asleep: its weights are not in memory; call wake_up() before the update")
 
 
 class _Pause:
@@ -206,6 +238,8 @@ def _refused_flush() -> m.Failed:
 
 def _failed_rpc(error: Exception) -> m.Failed:
     """vLLM could not run the call on its workers. The missing extension is by far the commonest reason."""
+    if isinstance(error, EngineStateError):
+        return m.Failed(error=ErrorInfo.of(error))
     text = f"{type(error).__name__}: {error}"
     if "weightsync_handle" in text and ("attribute" in text or "not implemented" in text.lower()):
         text = (

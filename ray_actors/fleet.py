@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from weightsync import messages as m
 from weightsync.errors import TransportError, UpdateTimeoutError, WeightSyncError
@@ -23,7 +23,7 @@ _RESULT_POLL_S = 0.002
 @dataclass(slots=True)
 class _Call:
     party: str
-    request: m.Request
+    number: int
     due: float = 0.0
     """When to ask for the result of an answer that was not ready; 0 while a Ray call is under way."""
 
@@ -40,6 +40,7 @@ class RayFleet:
         self.trainers = [f"trainer {i}" for i in range(len(trainers))]
         self.engines = [f"engine {i}" for i in range(len(engines))]
         self._calls: dict[Any, _Call] = {}
+        self._number = 0
         self._waiting: list[_Call] = []
 
     def open_sides(self, source: Locator, target: Locator, *, timeout_s: float) -> None:
@@ -64,10 +65,12 @@ class RayFleet:
         """Start a call; one still under way to the same party is superseded, and its reply dropped."""
         self._calls = {ref: call for ref, call in self._calls.items() if call.party != party}
         self._waiting = [call for call in self._waiting if call.party != party]
-        self._start(_Call(party, request), call_side, encode(request))
+        self._number += 1
+        self._start(_Call(party, self._number), call_side, encode(request))
 
     def _start(self, call: _Call, function: Callable[..., Any], *args: Any) -> None:
-        self._calls[self.actors[call.party].__ray_call__.remote(function, self.session, *args)] = call
+        actor = self.actors[call.party]
+        self._calls[actor.__ray_call__.remote(function, self.session, call.number, *args)] = call
 
     def replies(self, wait_s: float) -> Iterator[tuple[str, tuple[m.Reply, ...] | WeightSyncError]]:
         """(party, its ranks' replies, or why there are none) for the calls that ended; waits at most *wait_s*."""
@@ -87,29 +90,31 @@ class RayFleet:
             call = self._calls.pop(ref)
             try:
                 answer = ray.get(ref)
+                replies = None if answer is None else tuple(decode_reply(reply) for reply in answer)
             except Exception as error:
                 yield call.party, translate(error, call.party, 0)
                 continue
-            if answer is None:
+            if replies is None:
                 call.due = time.monotonic() + _RESULT_POLL_S
                 self._waiting.append(call)
             else:
-                yield call.party, tuple(decode_reply(reply) for reply in answer)
+                yield call.party, replies
 
 
-def translate(error: BaseException, party: str, timeout_s: float) -> WeightSyncError:
-    """A Ray error as one of ours that names the party."""
+def translate(error: BaseException, party: str | None, timeout_s: float) -> WeightSyncError:
+    """A Ray error as one of ours that names the party; None: the coordinator, which is no rank."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, WeightSyncError):
         error.cause.rank = error.cause.rank or party
         return error.cause
     if isinstance(error, WeightSyncError):
         return error
-    if isinstance(error, GetTimeoutError):
+    who = party or "the coordinator"
+    if isinstance(error, TimeoutError):  # Ray's is one, too
         return UpdateTimeoutError(
-            f"{party} did not answer for {timeout_s:g} s: it is busy in a long call, or stuck. An actor must be free "
-            "while weightsync talks to it, or be async or have a concurrency group",
+            f"{who} did not answer for {timeout_s:g} s: it is busy in a long call, still starting (wait for one of its "
+            "methods before connect), or stuck. An actor must be free while weightsync talks to it, or be async",
             rank=party,
         )
     if isinstance(error, RayActorError):
-        return TransportError(f"the process of {party} is gone: {str(error).splitlines()[0]}", rank=party)
-    return TransportError(f"calling {party} failed: {type(error).__name__}: {error}", rank=party)
+        return TransportError(f"the process of {who} is gone: {str(error).splitlines()[0]}", rank=party)
+    return TransportError(f"calling {who} failed: {type(error).__name__}: {error}", rank=party)

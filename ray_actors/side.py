@@ -18,11 +18,11 @@ Locator = str | Callable[[Any], Any]
 class Side(Protocol):
     """What answers calls in an actor."""
 
-    def call(self, payload: bytes) -> list[bytes] | None:
-        """Answer a request with one reply a rank; None: ask again with `result`."""
+    def call(self, payload: bytes, number: int = 0) -> list[bytes] | None:
+        """Answer a request with one reply a rank; None: ask again with `result` and the same *number*."""
         ...
 
-    def result(self) -> list[bytes] | None: ...
+    def result(self, number: int) -> list[bytes] | None: ...
 
 
 MakeSide = Callable[[Any, Locator, int, Side | None], Side]
@@ -37,12 +37,13 @@ def open_side(actor: Any, session: str, make: MakeSide, locator: Locator, index:
     _sides[id(actor)] = (session, make(actor, locator, index, previous))
 
 
-def call_side(actor: Any, session: str, payload: bytes) -> list[bytes] | None:
-    return _side(actor, session).call(payload)
+def call_side(actor: Any, session: str, number: int, payload: bytes) -> list[bytes] | None:
+    """Ray may run the calls of an async or threaded actor out of order; *number* tells them apart."""
+    return _side(actor, session).call(payload, number)
 
 
-def side_result(actor: Any, session: str) -> list[bytes] | None:
-    return _side(actor, session).result()
+def side_result(actor: Any, session: str, number: int) -> list[bytes] | None:
+    return _side(actor, session).result(number)
 
 
 def _side(actor: Any, session: str) -> Side:

@@ -21,8 +21,8 @@ class TrainerSide:
         if isinstance(previous, TrainerSide):
             self._rank.take_over(previous._rank)
 
-    def call(self, payload: bytes) -> list[bytes] | None:
+    def call(self, payload: bytes, number: int = 0) -> list[bytes] | None:
         return [encode(self._rank.handle(decode_request(payload)))]
 
-    def result(self) -> list[bytes] | None:
+    def result(self, number: int) -> list[bytes] | None:
         raise AssertionError("a trainer answers at once")

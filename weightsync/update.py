@@ -157,8 +157,7 @@ class UpdateMachine:
                     self._silent.add(party)
                     reason = (
                         f"{party} did not answer for {self._timeout_s:g} s in phase {self.phase}: it is busy in a long "
-                        "call, or stuck. An actor must be free while an update runs, or be async or have a concurrency "
-                        "group"
+                        "call, or stuck. An actor must be free while an update runs, or be async"
                     )
                 error = UpdateTimeoutError(reason, rank=party, phase=self.phase.value)
                 commands += (

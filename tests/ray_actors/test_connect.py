@@ -196,7 +196,8 @@ def test_trainers_that_disagree_on_a_tensor_are_refused(trainer: Any, engine: An
         ({"target": "names"}, ws.ConfigError, "NoneType is no engine"),
         ({"source": "pid"}, ws.ConfigError, "yields int"),
         ({"trainers": []}, ws.ConfigError, "at least one"),
-        ({"engines": [3]}, ws.ConfigError, "expected Ray actor handles, got int"),
+        ({"engines": [3]}, ws.ConfigError, "expected a Ray actor handle, got int"),
+        ({"engines": 3}, ws.ConfigError, "expected a list of at least one actor handle"),
         ({"config": {"transport": "carrier_pigeon"}}, ws.ConfigError, "known: auto, broadcast, shared_memory"),
         ({"config": {"bucket_byte": 3}}, ws.ConfigError, "did you mean 'bucket_bytes'"),
         ({"config": {"wire_dtype": {"*": "bflot16"}}}, ws.ConfigError, "bflot16"),
@@ -208,6 +209,29 @@ def test_bad_arguments_are_refused_with_the_reason(
     arguments: dict[str, Any] = {"trainers": [trainer], "engines": [engine], "source": "model", "target": "model"}
     with pytest.raises(error, match=text):
         ws.connect(**(arguments | change))
+
+
+def test_the_same_actor_twice_is_refused(trainer: Any, engine: Any) -> None:
+    with pytest.raises(ws.ConfigError, match=r"engines\[0\] is the same actor as trainers\[0\]"):
+        ws.connect(trainers=[trainer], engines=[trainer], source="model", target="model")
+    with pytest.raises(ws.ConfigError, match=r"engines\[1\] is the same actor as engines\[0\]"):
+        ws.connect(trainers=[trainer], engines=[engine, engine], source="model", target="model")
+
+
+def test_a_trainer_whose_names_fit_nothing_is_refused(trainer: Any, engine: Any) -> None:
+    def wrapped(a: Any) -> dict[str, torch.Tensor]:
+        return {f"module.{name}": tensor for name, tensor in a.model.state_dict().items()}
+
+    with pytest.raises(ws.ManifestError, match=r"no trainer tensor feeds this engine.*module\.0\.weight"):
+        ws.connect(trainers=[trainer], engines=[engine], source=wrapped, target="model")
+
+
+def test_a_closed_weight_sync_says_so(trainer: Any, engine: Any) -> None:
+    sync = ws.connect(trainers=[trainer], engines=[engine], source="model", target="model")
+    sync.close()
+    sync.close()
+    with pytest.raises(ws.EngineStateError, match="was closed"):
+        sync.update()
 
 
 def test_a_busy_actor_ends_in_a_bounded_error_that_says_so(trainer: Any, engine: Any) -> None:

@@ -183,6 +183,20 @@ def test_the_load_map_covers_every_fed_parameter_once(
         assert read == {name: tensor.numel() for name, tensor in weights.items()}
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.experts.2.up_proj.weight"]
+)
+def test_a_trainer_that_lacks_a_shard_of_a_fused_module_is_refused(
+    name: str, moe: tuple[Path, Path], moe_engine: Engine, load_weights: Any, outputs: Any
+) -> None:
+    before = outputs(moe_engine.llm)
+    moe_engine.weights = without(name)(load_weights(moe[1]))
+    moe_engine.weights = dict(moe_engine.weights)
+    with pytest.raises(ws.ManifestError, match=r"feed only a part of .*(qkv_proj|w13_weight)"):
+        moe_engine.connect()
+    assert outputs(moe_engine.llm) == before
+
+
 def test_names_that_feed_nothing_are_reported_and_do_no_harm(
     moe: tuple[Path, Path], moe_engine: Engine, load_weights: Any, outputs: Any, reference: Any
 ) -> None:
