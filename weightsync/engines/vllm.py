@@ -18,7 +18,7 @@ import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload import meta as reload_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from weightsync.errors import EngineStateError
@@ -66,17 +66,18 @@ class VllmAdapter:
     def _record(self, manifest: Manifest) -> LoadMap:
         model = self._model()
         passing = set()
+        never_reloaded = getattr(reload_meta, "SKIP_LOAD_TENSORS", None) or getattr(reload_meta, "SKIP_TENSORS", set())
         layerwise.initialize_layerwise_reload(model)
         try:
             destinations = {}
             for module_path, module in model.named_modules():
                 for name, tensor in get_layer_tensors(module).items():
                     if not tensor.is_meta:  # biases, and what vLLM never reloads, are left in place by it
-                        tensor = to_meta_tensor(tensor)
+                        tensor = reload_meta.to_meta_tensor(tensor)
                         (module._parameters if name in module._parameters else module._buffers)[name] = tensor
                     tensor.weight_loader = layerwise._get_original_loader(tensor)
                     destinations[module_path, name] = tensor
-                    if name in module._non_persistent_buffers_set or name in SKIP_LOAD_TENSORS:
+                    if name in module._non_persistent_buffers_set or name in never_reloaded:
                         passing.add((module_path, name))
             with set_current_vllm_config(self._worker.vllm_config):
                 load_map = record_load_map(
