@@ -16,7 +16,7 @@ from weightsync.errors import ConfigError, EngineStateError, WeightSyncError
 from weightsync.ray_actors.coordinator import Coordinator
 from weightsync.ray_actors.fleet import translate
 from weightsync.ray_actors.side import Locator
-from weightsync.registry import transport_names
+from weightsync.registry import check_transport
 from weightsync.report import UpdateReport
 
 
@@ -53,9 +53,8 @@ def connect(
     """
     settings = SyncConfig.load(config)
     for name in [settings.transport] if isinstance(settings.transport, str) else [r.use for r in settings.transport]:
-        if name != "auto" and name not in transport_names():
-            known = ", ".join(transport_names())
-            raise ConfigError(f"transport: unknown transport {name!r}; known: auto, {known}", key="transport")
+        if name != "auto":
+            check_transport(name)
     _check_actors(trainers, engines)
     start = ray.remote(num_cpus=0, concurrency_groups={"watch": 1})(Coordinator)
     coordinator = start.remote(list(trainers), list(engines), settings)

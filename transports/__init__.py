@@ -1,6 +1,8 @@
 """Transports: one module each, imported only when chosen (`weightsync.registry`).
 
-name            moves                                   receivers stage   across hosts   needs
-shared_memory   handles; bytes stay where they are       nothing           no             Linux
-broadcast       bytes, in buckets, to all at once        what is incomplete yes           torch.distributed (gloo)
+name            moves                                    receivers stage       across hosts   needs
+shared_memory   handles; the bytes stay where they are   nothing *             no             Linux
+broadcast       bytes, in buckets, to all at once        what is incomplete    yes            torch.distributed (gloo)
+
+* what is incomplete, where the model exceeds staging_limit_bytes
 """

@@ -158,7 +158,7 @@ class BroadcastSender(SenderTransport):
         self._group: _Group | None = None
         self._buckets: list[torch.Tensor] = []
 
-    def open(self, names: tuple[TensorMeta, ...]) -> bytes:
+    def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
         self._group = _Group(self.context, Address(self.context.host, 0), 0)
         return msgspec.msgpack.encode(Address(self.context.host, self._group.port))
 

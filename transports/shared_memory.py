@@ -152,9 +152,9 @@ class SharedMemorySender(SenderTransport):
         # A large tensor goes in pieces, so that receivers verify one while the next is written.
         self._piece_bytes = max(context.bucket_bytes, _MIN_PIECE_BYTES)
 
-    def open(self, names: tuple[TensorMeta, ...]) -> bytes:
+    def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
         offset = 0
-        for meta in names:
+        for meta in metas:
             self._place[meta.name] = offset
             offset += aligned(meta.nbytes)
         self._stage_bytes = offset

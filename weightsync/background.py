@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Runs *work* on a daemon thread; `poll` gives its result or raises what it raised."""
+    """Runs *work* on a daemon thread; `result` gives what it returned or raises what it raised."""
 
     def __init__(self, work: Callable[[], T], *, name: str) -> None:
         self._work = work

@@ -49,7 +49,7 @@ class WeightChunk:
     manifest_digest: str
     pieces: tuple[Piece, ...]
     payload: torch.Tensor
-    """1-D uint8, on any device."""
+    """1-D uint8, in CPU memory."""
     stable: bool = False
     """True: the bytes stay in place until the update ends, so they may be used where they lie (zero copies)."""
     sender: int = 0

@@ -70,7 +70,7 @@ class SenderTransport(ABC):
         self.context = context
 
     @abstractmethod
-    def open(self, names: tuple[TensorMeta, ...]) -> bytes:
+    def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
         """Get ready for the tensors to be sent; returns what receivers need in order to find this end.
 
         Does not wait for anybody.
@@ -171,16 +171,6 @@ class EngineAdapter(Protocol):
         On error the loader is left ready for a new reload, the weights are mixed, and the error is raised.
         """
         ...
-
-
-@runtime_checkable
-class WeightSource(Protocol):
-    """What a trainer rank hands out, besides a module: pairs of checkpoint name and tensor.
-
-    Asked anew for each update. Where making the pairs is collective, every rank must iterate to the end.
-    """
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 
 import msgspec
@@ -175,7 +175,7 @@ def module_groups(
     groups = []
     for names in members.values():
         paths = tuple(sorted({module for name in names for module in modules_of[name]}))
-        groups.append(ModuleGroup(paths[0] or "(root)", _with_ties(manifest, names), paths))
+        groups.append(ModuleGroup(paths[0] or "(root)", manifest.with_ties(names), paths))
     unmapped = tuple(meta.name for meta in manifest.tensors if meta.name not in modules_of)
     return tuple(groups), unmapped
 
@@ -191,19 +191,7 @@ def layer_groups(manifest: Manifest) -> tuple[ModuleGroup, ...]:
         members.setdefault(match[1] if match else "(rest)", []).append(meta.name)
     if members.keys() <= {"(rest)"}:
         members = {"(model)": members.get("(rest)", [])}
-    return tuple(ModuleGroup(key, _with_ties(manifest, names)) for key, names in members.items() if names)
-
-
-def _with_ties(manifest: Manifest, names: Iterable[str]) -> tuple[str, ...]:
-    ties: Mapping[str, list[str]] = _ties_by_canonical(manifest)
-    return tuple(n for name in names for n in (name, *ties.get(name, ())))
-
-
-def _ties_by_canonical(manifest: Manifest) -> dict[str, list[str]]:
-    ties: dict[str, list[str]] = {}
-    for alias, canonical in manifest.aliases.items():
-        ties.setdefault(canonical, []).append(alias)
-    return ties
+    return tuple(ModuleGroup(key, manifest.with_ties(names)) for key, names in members.items() if names)
 
 
 class _DisjointSets:

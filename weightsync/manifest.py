@@ -99,12 +99,21 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return meta if meta.name == name else msgspec.structs.replace(meta, name=name)
 
     @cached_property
-    def all_names(self) -> tuple[str, ...]:
-        """Canonical names in order, each followed by its ties."""
+    def ties(self) -> dict[str, list[str]]:
+        """Canonical name -> the names tied to it."""
         ties: dict[str, list[str]] = {}
         for alias, canonical in self.aliases.items():
             ties.setdefault(canonical, []).append(alias)
-        return tuple(name for meta in self.tensors for name in (meta.name, *ties.get(meta.name, ())))
+        return ties
+
+    def with_ties(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Canonical *names*, each followed by the names tied to it."""
+        return tuple(n for name in names for n in (name, *self.ties.get(name, ())))
+
+    @cached_property
+    def all_names(self) -> tuple[str, ...]:
+        """Canonical names in order, each followed by its ties."""
+        return self.with_ties(meta.name for meta in self.tensors)
 
     def difference(self, other: Manifest) -> str:
         """The first way in which *other* differs, in words; empty when equal."""

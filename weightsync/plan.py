@@ -8,7 +8,7 @@ from weightsync.config import SyncConfig
 from weightsync.errors import AgreementError, ConfigError, ManifestError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest, TensorMeta
-from weightsync.registry import transport_names
+from weightsync.registry import check_transport
 
 
 def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
@@ -84,8 +84,5 @@ def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity) -
         name = fitting[0]
     if name == "auto":
         return "shared_memory" if same_host else "broadcast"
-    if name not in transport_names():
-        raise ConfigError(
-            f"transport: unknown transport {name!r}; known: auto, {', '.join(transport_names())}", key="transport"
-        )
+    check_transport(name)
     return name

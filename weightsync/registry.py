@@ -27,6 +27,14 @@ def transport_names() -> list[str]:
     return sorted(_BUILT_IN.keys() | {point.name for point in entry_points(group="weightsync.transports")})
 
 
+def check_transport(name: str) -> None:
+    """Raises ConfigError where no transport has this name; the known ones are listed."""
+    if name not in transport_names():
+        raise ConfigError(
+            f"transport: unknown transport {name!r}; known: auto, {', '.join(transport_names())}", key="transport"
+        )
+
+
 def transport_classes(name: str) -> tuple[type[SenderTransport], type[ReceiverTransport]]:
     """(sender class, receiver class) of a transport.
 
@@ -41,4 +49,5 @@ def transport_classes(name: str) -> tuple[type[SenderTransport], type[ReceiverTr
     for point in entry_points(group="weightsync.transports", name=name):
         sender, receiver = point.load()
         return sender, receiver
-    raise ConfigError(f"unknown transport {name!r}; known: auto, {', '.join(transport_names())}", key="transport")
+    check_transport(name)
+    raise AssertionError(name)

@@ -1,8 +1,9 @@
 """vLLM's side of a weight sync. Every use of what is private to vLLM stands in this file.
 
 Private names used, the same from 0.20 to 0.32: `model_loader.reload.layerwise` (get_layerwise_info,
-initialize_layerwise_reload, _get_original_loader, _place_kernel_tensors, LOADING_LAYERS) and `reload.utils`
-(get_layer_tensors). What differs between versions is found by looking, never by comparing version numbers.
+initialize_layerwise_reload, _get_original_loader, _place_kernel_tensors, LOADING_LAYERS), `reload.utils`
+(get_layer_tensors) and `reload.meta` (to_meta_tensor, SKIP_LOAD_TENSORS). What differs between versions is found by
+looking, never by comparing version numbers. Run on 0.32 (CPU) and 0.26 (H200, eager and CUDA graphs).
 
 Imported inside vLLM's workers only.
 """
@@ -66,7 +67,7 @@ class VllmAdapter:
     def _record(self, manifest: Manifest) -> LoadMap:
         model = self._model()
         passing = set()
-        never_reloaded = getattr(reload_meta, "SKIP_LOAD_TENSORS", None) or getattr(reload_meta, "SKIP_TENSORS", set())
+        never_reloaded: Any = getattr(reload_meta, "SKIP_LOAD_TENSORS", ()) or getattr(reload_meta, "SKIP_TENSORS", ())
         layerwise.initialize_layerwise_reload(model)
         try:
             destinations = {}
