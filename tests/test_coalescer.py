@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.chunk import Piece, WeightChunk, aligned, as_bytes
-from weightsync.coalescer import Coalescer, check_budget, group_bytes, regroup
+from weightsync.coalescer import Coalescer
 from weightsync.digest import digest_bytes
 from weightsync.errors import (
     DigestError,
@@ -27,6 +27,7 @@ from weightsync.errors import (
 )
 from weightsync.loadmap import ModuleGroup
 from weightsync.manifest import Manifest
+from weightsync.staging import check_budget, group_bytes, regroup
 
 Tensors = dict[str, torch.Tensor]
 

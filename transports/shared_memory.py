@@ -15,17 +15,14 @@ Segments are anonymous (memfd): no name to guess, nothing left behind when a pro
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
-import numpy as np
 import torch
 
 from weightsync.bucket import Bucket, count_changed, cuts, fill, note_piece, write_in_place
@@ -35,6 +32,7 @@ from weightsync.errors import TransportError, UpdateTimeoutError
 from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import StorageWatch, TensorMeta
 from weightsync.transports.channel import Channel, Listener, dial
+from weightsync.transports.segment import MappedSegment, make_segment
 
 _NUM_BUCKETS = 2
 _MIN_DIRECT_BYTES = 1 << 20  # smaller storages are cheaper to copy than to map
@@ -81,14 +79,6 @@ class Ack(msgspec.Struct, tag=True, frozen=True):
 
 
 Message = Hello | Segment | Forget | Chunk | End | Ack
-
-
-def _with_huge_pages(mapped: mmap.mmap) -> mmap.mmap:
-    """Ask for 2 MiB pages, which the kernel gives where /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise:
-    270 MB are then digested in 8.7 instead of 12.2 ms (2-core AMD EPYC, 2026-11)."""
-    with contextlib.suppress(OSError):  # a kernel without them
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
 
 
 def share_parameters(module: torch.nn.Module) -> None:
@@ -322,11 +312,8 @@ class SharedMemorySender(SenderTransport):
     def _new_segment(self, nbytes: int) -> _Shared:
         if self._aborted:  # and perhaps closed, so nobody would give the memory back
             raise TransportError("the update was aborted")
-        nbytes = max(nbytes, 1)
-        fd = os.memfd_create("weightsync", os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
-        payload = torch.frombuffer(_with_huge_pages(mmap.mmap(fd, nbytes)), dtype=torch.uint8)
-        return self._add_segment(fd, nbytes, payload, owned=True)
+        fd, payload = make_segment(max(nbytes, 1))
+        return self._add_segment(fd, payload.numel(), payload, owned=True)
 
     def _add_segment(
         self, fd: int, nbytes: int, payload: torch.Tensor, *, owned: bool, watch: StorageWatch | None = None
@@ -365,48 +352,6 @@ class SharedMemorySender(SenderTransport):
         self._stage = None
 
 
-class _Mapped:
-    """A segment on the receiver's side: a private mapping, so that nothing here can change the trainer's weights."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self._fd = fd
-        size = os.fstat(fd).st_size
-        if size < nbytes:
-            os.close(fd)
-            raise TransportError(f"a segment of {nbytes} bytes was announced, the descriptor has {size}")
-        self._nbytes = nbytes
-        self._map()
-
-    def _map(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.payload = torch.frombuffer(
-                _with_huge_pages(mmap.mmap(self._fd, self._nbytes, access=mmap.ACCESS_COPY)), dtype=torch.uint8
-            )
-
-    def refresh(self) -> None:
-        """Map anew where a loader has written into the bytes: such pages are private by now, and stale."""
-        if self._has_private_pages():
-            self._map()
-
-    def _has_private_pages(self) -> bool:
-        """Whether the kernel has given this process pages of its own here (Documentation/admin-guide/mm/pagemap.rst)."""
-        count = -(-self._nbytes // mmap.PAGESIZE)
-        try:
-            with open("/proc/self/pagemap", "rb", buffering=0) as file:
-                file.seek(self.payload.data_ptr() // mmap.PAGESIZE * 8)
-                entries = np.frombuffer(file.read(count * 8), dtype=np.uint64)
-        except OSError:  # some sandboxes hide it
-            return True
-        in_memory, of_a_file = entries >> np.uint64(62) != 0, (entries >> np.uint64(61)) & np.uint64(1) != 0
-        return bool((in_memory & ~of_a_file).any())
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-
 class SharedMemoryReceiver(ReceiverTransport):
     """See the module's docstring."""
 
@@ -415,7 +360,7 @@ class SharedMemoryReceiver(ReceiverTransport):
     def __init__(self, context: LinkContext, *, receiver: int) -> None:
         super().__init__(context, receiver=receiver)
         self._channel: Channel[Message] | None = None
-        self._segments: dict[int, _Mapped] = {}
+        self._segments: dict[int, MappedSegment] = {}
 
     def connect(self, address: bytes) -> None:
         self._channel = dial(
@@ -434,7 +379,7 @@ class SharedMemoryReceiver(ReceiverTransport):
             message, fd = self._channel.receive(timeout_s=self.context.timeout_s)
             match message:
                 case Segment(id=segment_id, nbytes=nbytes) if fd is not None:
-                    self._segments[segment_id] = _Mapped(fd, nbytes)
+                    self._segments[segment_id] = MappedSegment(fd, nbytes)
                 case Forget(id=segment_id) if segment_id in self._segments:
                     self._segments.pop(segment_id).close()
                 case Chunk():

@@ -6,7 +6,7 @@ import time
 
 from weightsync import messages as m
 from weightsync.background import Background
-from weightsync.coalescer import Coalescer, check_budget, regroup
+from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.errors import EngineStateError, ErrorInfo, ManifestError, TransportError, WeightSyncError
 from weightsync.identity import identify
@@ -16,6 +16,7 @@ from weightsync.manifest import Manifest
 from weightsync.registry import transport_classes
 from weightsync.report import LoadSummary
 from weightsync.sender import link_context
+from weightsync.staging import check_budget, regroup
 
 
 class ReceiverRank:
