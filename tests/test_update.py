@@ -262,6 +262,23 @@ def test_a_streaming_transfer_that_fails_poisons_the_engines_that_had_begun_to_a
     assert set(target.poisoned) == {"engine 1"}
 
 
+def test_an_engine_that_dies_while_it_applies_what_streams_in_is_poisoned_whenever_that_is_noticed() -> None:
+    target = machine(staged=False)
+
+    def answer(command: Command) -> m.Reply | WeightSyncError | None:
+        if command.party == "trainer 0" and isinstance(command.request, m.Transfer):
+            return failed(TransportError("broke"))
+        if command.party == "engine 0" and isinstance(command.request, m.Abort):
+            return TransportError("its process is gone")
+        return None
+
+    asked = run(target, answer)
+    assert target.phase is Phase.FAILED
+    told_to_apply = set(names(asked, m.Apply))
+    assert set(target.poisoned) == told_to_apply & {"engine 0"}
+    assert told_to_apply, "the engines were told to apply before the trainer failed"
+
+
 def test_an_engine_that_fails_to_commit_is_poisoned_and_a_trainer_that_does_is_not_waited_for() -> None:
     target = machine()
 

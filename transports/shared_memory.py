@@ -18,7 +18,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -121,6 +121,26 @@ class _Shared:
     watch: StorageWatch | None = None
 
 
+class _Batches:
+    """Pieces by segment, announced when a bucket's worth of bytes has come together."""
+
+    def __init__(self, announce: Callable[[int, list[Piece]], None], context: LinkContext) -> None:
+        self._announce, self._bucket_bytes = announce, context.bucket_bytes
+        self._pieces: dict[int, list[Piece]] = {}
+        self._nbytes: dict[int, int] = {}
+
+    def add(self, segment_id: int, piece: Piece, content: ContentDigest) -> None:
+        note_piece(self._pieces.setdefault(segment_id, []), piece, content)
+        self._nbytes[segment_id] = self._nbytes.get(segment_id, 0) + piece.nbytes
+        if self._nbytes[segment_id] >= self._bucket_bytes:
+            del self._nbytes[segment_id]
+            self._announce(segment_id, self._pieces.pop(segment_id))
+
+    def flush(self) -> None:
+        for segment_id, pieces in self._pieces.items():
+            self._announce(segment_id, pieces)
+
+
 class SharedMemorySender(SenderTransport):
     """See the module's docstring. Everything runs on the thread that calls `send`."""
 
@@ -138,6 +158,7 @@ class SharedMemorySender(SenderTransport):
         self._lent: deque[int] = deque()
         self._place: dict[str, int] = {}
         self._written = False
+        self._all_copied = True
         self._aborted = False
         # A large tensor goes in pieces, so that receivers verify one while the next is written.
         self._piece_bytes = max(context.bucket_bytes, _MIN_PIECE_BYTES)
@@ -201,31 +222,26 @@ class SharedMemorySender(SenderTransport):
         self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]], content: ContentDigest
     ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """Announce the tensors that lie in shared memory; yields the others."""
-        batches: dict[int, tuple[list[Piece], int]] = {}
-        self.all_copied = True
+        batches = _Batches(lambda segment, pieces: self._announce(transfer, segment, pieces, stable=True), self.context)
+        self._all_copied = True
         for meta, tensor in tensors:
             segment = self._export(meta, tensor)
             if segment is None:
                 yield meta, tensor
                 continue
-            self.all_copied = False
+            self._all_copied = False
             data = as_bytes(tensor.detach()).numpy().data
             offset = int(tensor.storage_offset()) * tensor.element_size()
             for start, end in cuts(meta.nbytes, self._piece_bytes):
                 value = digest_view(data[start:end]) if self.context.digest else None
-                pieces, nbytes = batches.get(segment.id, ([], 0))
-                note_piece(pieces, Piece(meta.name, start, end - start, offset + start, value), content)
-                batches[segment.id] = (pieces, nbytes + end - start)
-                if nbytes + end - start >= self.context.bucket_bytes:
-                    self._announce(transfer, segment.id, batches.pop(segment.id)[0], stable=True)
-        for segment_id, (pieces, _) in batches.items():
-            self._announce(transfer, segment_id, pieces, stable=True)
+                batches.add(segment.id, Piece(meta.name, start, end - start, offset + start, value), content)
+        batches.flush()
 
     def _send_stage(
         self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]], content: ContentDigest
     ) -> int | None:
-        pieces: list[Piece] = []
-        nbytes, changed = 0, 0
+        batches = _Batches(lambda segment, pieces: self._announce(transfer, segment, pieces, stable=True), self.context)
+        changed = 0
         count = self.context.count_changed_values and self._written
         for meta, tensor in tensors:
             if self._stage is None:
@@ -233,19 +249,13 @@ class SharedMemorySender(SenderTransport):
             payload, place = self._stage.payload, self._place[meta.name]
             if count:
                 changed += count_changed(payload, place, meta, tensor)
-            written = write_in_place(
+            for piece in write_in_place(
                 payload, place, meta, tensor, digest=self.context.digest, piece_bytes=self._piece_bytes
-            )
-            for piece in written:
-                note_piece(pieces, piece, content)
-                nbytes += piece.nbytes
-                if nbytes >= self.context.bucket_bytes:
-                    self._announce(transfer, self._stage.id, pieces, stable=True)
-                    pieces, nbytes = [], 0
-        if pieces and self._stage is not None:
-            self._announce(transfer, self._stage.id, pieces, stable=True)
+            ):
+                batches.add(self._stage.id, piece, content)
+        batches.flush()
         self._written = True
-        return changed if count and self.all_copied else None
+        return changed if count and self._all_copied else None
 
     def _send_buckets(
         self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]], content: ContentDigest

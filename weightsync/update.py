@@ -119,7 +119,7 @@ class UpdateMachine:
             case Phase.TRANSFER:
                 return self._on_transfer(party, replies, now)
             case Phase.APPLY:
-                return self._on_applied(party, replies, now)
+                return self._note_applied(party, replies, now)
             case Phase.COMMIT:
                 self.pause_s[party] = max((r.pause_s for r in replies if isinstance(r, m.Ok)), default=0.0)
             case Phase.ABORT:
@@ -131,10 +131,10 @@ class UpdateMachine:
     def on_error(self, party: str, error: WeightSyncError, now: float) -> list[Command]:
         """*party* cannot be reached any more: its process died, or the call itself failed."""
         self._lost.add(party)
-        if party in self._engines and (
-            self.phase is Phase.APPLY or (self.phase is Phase.TRANSFER and not self._staged)
-        ):
+        if party in self._applying:
             self._mixed.add(party)
+            if self.phase is Phase.ABORT:
+                self.poisoned.setdefault(party, error)
         return self._on_failure(party, error, now) if party in self._waiting and not self.finished else []
 
     def on_tick(self, now: float) -> list[Command]:
@@ -213,9 +213,6 @@ class UpdateMachine:
             self.votes[party] = tuple(r for r in replies if isinstance(r, m.Vote))
             return self._done(party, now)
         return self._ask(party, m.Poll(wait_s=POLL_S), now, replies)
-
-    def _on_applied(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
-        return self._note_applied(party, replies, now)
 
     def _note_applied(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
         applied = tuple(reply for reply in replies if isinstance(reply, m.Applied))
