@@ -1,4 +1,4 @@
-"""For tests: a weight sync within one process, without Ray."""
+"""A whole weight sync within one process, without Ray; messages are encoded as on a wire."""
 
 from __future__ import annotations
 
