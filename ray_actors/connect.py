@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.config import SyncConfig
-from weightsync.errors import ConfigError, EngineStateError, WeightSyncError
+from weightsync.errors import ConfigError, CoordinatorLostError, EngineStateError, WeightSyncError
 from weightsync.ray_actors.coordinator import Coordinator
 from weightsync.ray_actors.fleet import translate
 from weightsync.ray_actors.side import Locator
@@ -56,24 +59,18 @@ def connect(
         if name != "auto":
             check_transport(name)
     _check_actors(trainers, engines)
-    start = ray.remote(num_cpus=0, concurrency_groups={"watch": 1})(Coordinator)
-    coordinator = start.remote(list(trainers), list(engines), settings)
-    sync = WeightSync(coordinator, settings)
-    try:
-        sync._get(coordinator.open.remote(source, target))
-    except BaseException:
-        ray.kill(coordinator)
-        raise
+    sync = WeightSync(list(trainers), list(engines), source, target, settings)
+    sync._start()
     return sync
 
 
 def _check_actors(trainers: Sequence[Any], engines: Sequence[Any]) -> None:
-    """Raises ConfigError where the lists are not of actor handles, each another one, none the calling actor."""
-    places: dict[Any, str] = {}
+    """Raises ConfigError where the lists are not of actor handles, each once in its list, none the calling actor."""
     own_id = ray.get_runtime_context().get_actor_id()
     for key, actors in (("trainers", trainers), ("engines", engines)):
         if not isinstance(actors, Sequence) or not actors:
             raise ConfigError(f"{key}: expected a list of at least one actor handle, got {actors!r:.80}", key=key)
+        places: dict[str, str] = {}
         for i, actor in enumerate(actors):
             if not isinstance(actor, ray.actor.ActorHandle):
                 raise ConfigError(f"{key}[{i}]: expected a Ray actor handle, got {type(actor).__name__}", key=key)
@@ -90,12 +87,36 @@ def _check_actors(trainers: Sequence[Any], engines: Sequence[Any]) -> None:
 
 
 class WeightSync:
-    """A connected weight sync. May be passed to other Ray tasks; close it once."""
+    """A connected weight sync. May be passed to other Ray tasks; close it once.
 
-    def __init__(self, coordinator: Any, config: SyncConfig) -> None:
-        self._coordinator = coordinator
+    A coordinator that dies is started anew, and continues at the version that the ranks, or the version log, have.
+    """
+
+    def __init__(
+        self, trainers: list[Any], engines: list[Any], source: Locator, target: Locator, config: SyncConfig
+    ) -> None:
         self.config = config
+        self._trainers, self._engines, self._source, self._target = trainers, engines, source, target
+        self._owner = secrets.token_hex(8)
+        self._node = ray.get_runtime_context().get_node_id()
+        self._coordinator: Any = None
         self._closed = False
+
+    def _start(self) -> None:
+        """Find the coordinator, or start it, and have it opened."""
+        start = ray.remote(num_cpus=0, concurrency_groups={"watch": 1})(Coordinator)
+        self._coordinator = start.options(
+            name=f"weightsync-{self._owner}",
+            get_if_exists=True,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(self._node, soft=True),
+        ).remote(self._owner, self._trainers, self._engines, self._source, self._target, self.config)
+        try:
+            self._get("open")
+        except BaseException:
+            if self._coordinator is not None:
+                ray.kill(self._coordinator)
+            self._coordinator = None
+            raise
 
     def update(self) -> UpdateReport:
         """Bring every engine to the trainers' present weights, as the next version.
@@ -106,13 +127,46 @@ class WeightSync:
             WeightSyncError: one of its kinds; every engine then serves the version it had, unless the error is
                 EnginePoisonedError. A later update starts afresh.
         """
-        self._check_open()
-        report: UpdateReport = self._get(self._coordinator.update.remote())
-        return report
+        retries = self.config.retries  # the coordinator counts those of which it is not the cause
+        while True:
+            try:
+                report: UpdateReport = self._call("update")
+                return report
+            except CoordinatorLostError:
+                if retries == 0:
+                    raise
+                retries -= 1
 
     async def update_async(self) -> UpdateReport:
         """`update` for async code."""
         return await asyncio.to_thread(self.update)
+
+    def add_engine(self, engine: Any) -> UpdateReport | None:
+        """Take in an engine that is late, or comes in place of a lost one; the others go on undisturbed.
+
+        Where the trainers still hold the last committed version, as its digest proves, the engine gets it now and the
+        report is returned. Otherwise it takes part from the next update on, and None is returned. It must not serve
+        before it has committed: `status()["admitted"]` lists who has.
+
+        Raises:
+            ConfigError: no actor handle, or one that takes part already. And as `connect`; then nothing has changed.
+        """
+        _check_actors(self._trainers, [*self._engines, engine])
+        report: UpdateReport | None = self._call("add_engine", engine)
+        self._engines.append(engine)
+        return report
+
+    def remove_engine(self, engine: Any) -> None:
+        """Go on without an engine, alive or dead.
+
+        Raises:
+            ConfigError: it takes no part, or is the only one.
+        """
+        if not isinstance(engine, ray.actor.ActorHandle):
+            raise ConfigError(f"remove_engine: expected a Ray actor handle, got {type(engine).__name__}", key="engine")
+        actor_id = engine._actor_id.hex()
+        self._call("remove_engine", actor_id)
+        self._engines = [known for known in self._engines if known._actor_id.hex() != actor_id]
 
     @property
     def version(self) -> int:
@@ -121,8 +175,10 @@ class WeightSync:
 
     def status(self) -> dict[str, Any]:
         """Version, epoch, parties, transports, and what feeds nothing or is fed by nothing. Waits for a running update."""
-        self._check_open()
-        status: dict[str, Any] = self._get(self._coordinator.status.remote())
+        try:
+            status: dict[str, Any] = self._call("status")
+        except CoordinatorLostError:
+            status = self._call("status")
         return status
 
     def close(self) -> None:
@@ -131,24 +187,37 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
+        if self._coordinator is None:
+            return
         with contextlib.suppress(WeightSyncError):
-            self._get(self._coordinator.close.remote())
-        ray.kill(self._coordinator)
+            self._get("close")
+        if self._coordinator is not None:
+            ray.kill(self._coordinator)
 
-    def _get(self, ref: Any) -> Any:
+    def _call(self, method: str, *args: Any) -> Any:
+        if self._closed:
+            raise EngineStateError("this weight sync was closed; connect again")
+        if self._coordinator is None:
+            self._start()
+        return self._get(method, *args)
+
+    def _get(self, method: str, *args: Any) -> Any:
         """The result of a coordinator's call. Its own waits are bounded, a transfer by progress; so this one lasts as
         long as the coordinator lives."""
         slice_s = self.config.timeout_s + 10
+        ref = getattr(self._coordinator, method).remote(*args)
         try:
             while not ray.wait([ref], timeout=slice_s)[0]:
                 ray.get(self._coordinator.ping.remote(), timeout=slice_s)
-            return ray.get(ref)
+            return ray.get(ref, timeout=slice_s)
+        except RayActorError as error:
+            self._coordinator = None
+            raise CoordinatorLostError(
+                f"the coordinator died in {method} ({str(error).splitlines()[0]}); the next call starts another, which "
+                "continues at the version that the engines have"
+            ) from error
         except Exception as error:
             raise translate(error, None, slice_s) from error
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineStateError("this weight sync was closed; connect again")
 
     def __enter__(self) -> Self:
         return self

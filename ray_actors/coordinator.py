@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import ray
@@ -17,28 +16,48 @@ from weightsync.session import Session
 class Coordinator:
     """A `Session` over Ray actor handles."""
 
-    def __init__(self, trainers: list[Any], engines: list[Any], config: SyncConfig) -> None:
+    def __init__(
+        self, owner: str, trainers: list[Any], engines: list[Any], source: Locator, target: Locator, config: SyncConfig
+    ) -> None:
+        self._fleet = RayFleet(owner, trainers, engines, source, target, timeout_s=config.timeout_s)
+        self._session: Session | None = None
         self._config = config
-        self._fleet = RayFleet(secrets.token_hex(8), trainers, engines)
-        self._session = Session(self._fleet, config)
 
-    def open(self, source: Locator, target: Locator) -> None:
-        self._fleet.open_sides(source, target, timeout_s=self._config.timeout_s)
+    def open(self) -> None:
+        """Idempotent."""
+        if self._session is not None:
+            return
+        self._fleet.open_sides()
+        session = Session(self._fleet, self._config)
         try:
-            self._session.open()
+            session.open()
         except BaseException:
-            self._session.close()
+            session.close()
             raise
+        self._session = session
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def ping(self) -> None:
         """Answers while an update runs."""
 
     def update(self) -> UpdateReport:
-        return self._session.update()
+        return self._open_session.update()
+
+    def add_engine(self, actor: Any) -> UpdateReport | None:
+        return self._open_session.add_engine(self._fleet.add(actor))
+
+    def remove_engine(self, actor_id: str) -> None:
+        """Raises ConfigError where the actor takes no part, or is the only engine."""
+        self._open_session.remove_engine(self._fleet.party_of(actor_id))
 
     def status(self) -> dict[str, Any]:
-        return self._session.status()
+        return self._open_session.status()
 
     def close(self) -> None:
-        self._session.close()
+        if self._session is not None:
+            self._session.close()
+
+    @property
+    def _open_session(self) -> Session:
+        assert self._session is not None, "not opened"
+        return self._session

@@ -14,13 +14,16 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+import ray
 import torch
 
 from weightsync import messages as m
 from weightsync.config import SyncConfig
 from weightsync.engines.torch_module import TorchModuleAdapter
-from weightsync.errors import ConfigError, EngineStateError, ErrorInfo
-from weightsync.messages import decode_reply, decode_request, encode
+from weightsync.errors import ConfigError, EngineStateError, ErrorInfo, WeightSyncError
+from weightsync.fence import Fence
+from weightsync.identity import identify
+from weightsync.messages import decode_call, decode_reply, encode
 from weightsync.ray_actors.side import Locator, Side, locate
 from weightsync.receiver import ReceiverRank
 
@@ -36,8 +39,8 @@ def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | N
     engine = locate(actor, target, key="target")
     if isinstance(previous, EngineSide) and previous.engine is engine:
         return previous
-    if previous is not None:
-        previous.call(encode(m.Close()))
+    if isinstance(previous, EngineSide):
+        previous.discard()
     kind: type[EngineSide]
     if isinstance(engine, torch.nn.Module):
         kind = ModuleSide
@@ -62,26 +65,42 @@ class EngineSide(ABC):
         self._find = find
         self._config = SyncConfig()
         self._pause = _Pause()
+        self.fence = Fence()
+        self._own = identify(node=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "")
 
-    def call(self, payload: bytes, number: int = 0) -> list[bytes] | None:
-        """Answer a request with one reply a rank; None: not ready, ask `result`."""
-        request = decode_request(payload)
-        if isinstance(request, m.OpenReceiver):
-            self._config = request.config
-        if isinstance(request, m.Prepare) and self._find() is not self.engine:
-            error = EngineStateError("the actor's engine was replaced by another since connect; connect again")
+    def call(self, payload: bytes) -> list[bytes] | None:
+        """Answer a call with one reply a rank; None: not ready, ask `result`."""
+        try:
+            call = decode_call(payload)
+            self.fence.admit(call)
+            request = call.request
+            if isinstance(request, m.OpenReceiver):
+                self._config = request.config
+            if isinstance(request, m.Prepare) and self._find() is not self.engine:
+                raise EngineStateError("the actor's engine was replaced by another since connect; connect again")
+        except WeightSyncError as error:
             return [encode(m.Failed(error=ErrorInfo.of(error)))]
         self._pause.before(request)
-        return self._start(request, payload, number)
+        return self._start(call)
 
     @abstractmethod
-    def _start(self, request: m.Request, payload: bytes, number: int) -> list[bytes] | None: ...
+    def _start(self, call: m.Call) -> list[bytes] | None: ...
 
     def result(self, number: int) -> list[bytes] | None:
         raise AssertionError("this engine answers at once")
 
+    def discard(self) -> None:  # noqa: B027 - vLLM's workers end with their engine
+        """Another engine has taken this one's place."""
+
     def _encode(self, request: m.Request, replies: list[m.Reply]) -> list[bytes]:
-        return [encode(self._pause.after(request, reply)) for reply in replies]
+        return [encode(self._located(self._pause.after(request, reply))) for reply in replies]
+
+    def _located(self, reply: m.Reply) -> m.Reply:
+        """With the Ray node, which an engine's worker processes do not know."""
+        if isinstance(reply, m.ReceiverOpened) and reply.identity.machine == self._own.machine:
+            identity = msgspec.structs.replace(reply.identity, node=self._own.node, address=self._own.address)
+            return msgspec.structs.replace(reply, identity=identity)
+        return reply
 
     @property
     def _flushes(self) -> bool:
@@ -95,18 +114,22 @@ class ModuleSide(EngineSide):
         super().__init__(engine, find)
         self._rank = ReceiverRank(TorchModuleAdapter(engine))
 
-    def _start(self, request: m.Request, payload: bytes, number: int) -> list[bytes] | None:
-        return self._encode(request, [self._rank.handle(request)])
+    def _start(self, call: m.Call) -> list[bytes] | None:
+        return self._encode(call.request, [self._rank.handle(call)])
+
+    def discard(self) -> None:
+        self._rank.discard()
 
 
 class VllmSide(EngineSide):
     """A vllm.LLM: nothing generates while a call runs, so that is the pause."""
 
-    def _start(self, request: m.Request, payload: bytes, number: int) -> list[bytes] | None:
+    def _start(self, call: m.Call) -> list[bytes] | None:
+        request = call.request
         try:
             if isinstance(request, m.Prepare):
                 _refuse_asleep(self.engine.llm_engine.is_sleeping())
-            answers = self.engine.collective_rpc("weightsync_handle", args=(payload,))
+            answers = self.engine.collective_rpc("weightsync_handle", args=(encode(call),))
             replies = [decode_reply(answer) for answer in answers]
         except Exception as error:
             replies = [_failed_rpc(error)]
@@ -129,7 +152,8 @@ class AsyncVllmSide(EngineSide):
         self._held = False
         """Paused by us: to be resumed by us."""
 
-    def _start(self, request: m.Request, payload: bytes, number: int) -> list[bytes] | None:
+    def _start(self, call: m.Call) -> list[bytes] | None:
+        request, number = call.request, call.number
         if isinstance(request, m.OpenReceiver):
             parallel = self.engine.vllm_config.parallel_config
             if parallel.data_parallel_size > 1 and not getattr(parallel, "data_parallel_external_lb", False):
@@ -139,14 +163,15 @@ class AsyncVllmSide(EngineSide):
                 )
                 return [encode(m.Failed(error=ErrorInfo.of(error)))]
         if isinstance(request, m.Poll | m.Transfer):  # a worker that waits keeps the engine from generating
-            payload = encode(msgspec.structs.replace(request, wait_s=0.0))
+            request = msgspec.structs.replace(request, wait_s=0.0)
+            call = msgspec.structs.replace(call, request=request)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:  # called from a thread
             loop = self._engine_loop()
-            self._pending[number] = asyncio.run_coroutine_threadsafe(self._answer(request, payload), loop)
+            self._pending[number] = asyncio.run_coroutine_threadsafe(self._answer(call), loop)
         else:
-            self._pending[number] = loop.create_task(self._answer(request, payload))
+            self._pending[number] = loop.create_task(self._answer(call))
         return None
 
     def result(self, number: int) -> list[bytes] | None:
@@ -167,13 +192,14 @@ class AsyncVllmSide(EngineSide):
         loop: asyncio.AbstractEventLoop = handler.get_loop()
         return loop
 
-    async def _answer(self, request: m.Request, payload: bytes) -> list[bytes]:
+    async def _answer(self, call: m.Call) -> list[bytes]:
+        request = call.request
         try:
             if isinstance(request, m.Prepare):
                 _refuse_asleep(await self.engine.is_sleeping())
             if isinstance(request, m.Apply):
                 await self._hold()
-            answers = await self.engine.collective_rpc("weightsync_handle", args=(payload,))
+            answers = await self.engine.collective_rpc("weightsync_handle", args=(encode(call),))
             replies = [decode_reply(answer) for answer in answers]
         except Exception as error:
             replies = [_failed_rpc(error)]

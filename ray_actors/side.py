@@ -1,15 +1,17 @@
 """Code that runs inside a user's actor, reached with `actor.__ray_call__`: no mixin, no method of the user's class.
 
-Each actor process keeps one side, trainer or engine. A new weight sync takes it over (versions live on); calls of
-an older one are refused from then on.
+Each actor process keeps a side as trainer, as engine, or as both. A new weight sync takes it over (versions live on);
+calls of an older one are refused from then on.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from weightsync.errors import ConfigError, EngineStateError
+from weightsync.errors import ConfigError, EngineStateError, RestartedError
+from weightsync.fence import Fence
 
 Locator = str | Callable[[Any], Any]
 """How to find something in an actor: an attribute path ("trainer.model"), or a function of the actor."""
@@ -18,8 +20,11 @@ Locator = str | Callable[[Any], Any]
 class Side(Protocol):
     """What answers calls in an actor."""
 
-    def call(self, payload: bytes, number: int = 0) -> list[bytes] | None:
-        """Answer a request with one reply a rank; None: ask again with `result` and the same *number*."""
+    @property
+    def fence(self) -> Fence: ...
+
+    def call(self, payload: bytes) -> list[bytes] | None:
+        """Answer a call with one reply a rank; None: ask again with `result` and the call's number."""
         ...
 
     def result(self, number: int) -> list[bytes] | None: ...
@@ -28,30 +33,44 @@ class Side(Protocol):
 MakeSide = Callable[[Any, Locator, int, Side | None], Side]
 """(actor, locator, index, the side that an earlier weight sync left, if any) -> side."""
 
-_sides: dict[int, tuple[str, Side]] = {}
+_sides: dict[tuple[int, str], tuple[str, Side]] = {}
+"""(actor, "trainer" or "engine") -> the weight sync that has it, and its side; an actor may be both."""
 
 
-def open_side(actor: Any, session: str, make: MakeSide, locator: Locator, index: int) -> None:
-    """Find what *locator* names in *actor* and put a side before it, which may take over from an earlier one."""
-    _, previous = _sides.get(id(actor), ("", None))
-    _sides[id(actor)] = (session, make(actor, locator, index, previous))
+def open_side(actor: Any, owner: str, role: str, make: MakeSide, locator: Locator, index: int, lease_s: float) -> None:
+    """Find what *locator* names in *actor* and put a side before it, which may take over from an earlier one.
+
+    Args:
+        owner: the weight sync; a coordinator that was restarted comes with the same.
+        lease_s: for how long another weight sync that is in mid update is believed to be alive.
+
+    Raises:
+        EngineStateError: another weight sync is in mid update here. ConfigError: *locator* names nothing of use.
+    """
+    before, previous = _sides.get((id(actor), role), ("", None))
+    if previous is not None and before != owner and previous.fence.updating:
+        silent_s = time.monotonic() - previous.fence.heard
+        if silent_s < lease_s:
+            raise EngineStateError(
+                f"another weight sync is in the middle of an update of this {role} (heard {silent_s:.1f} s ago); wait for "
+                "its end, or close it"
+            )
+    _sides[id(actor), role] = (owner, make(actor, locator, index, previous))
 
 
-def call_side(actor: Any, session: str, number: int, payload: bytes) -> list[bytes] | None:
-    """Ray may run the calls of an async or threaded actor out of order; *number* tells them apart."""
-    return _side(actor, session).call(payload, number)
+def call_side(actor: Any, role: str, payload: bytes) -> list[bytes] | None:
+    """Ray may run the calls of an async or threaded actor out of order; the side's fence refuses the late ones."""
+    return _side(actor, role).call(payload)
 
 
-def side_result(actor: Any, session: str, number: int) -> list[bytes] | None:
-    return _side(actor, session).result(number)
+def side_result(actor: Any, role: str, number: int) -> list[bytes] | None:
+    return _side(actor, role).result(number)
 
 
-def _side(actor: Any, session: str) -> Side:
-    known = _sides.get(id(actor))
+def _side(actor: Any, role: str) -> Side:
+    known = _sides.get((id(actor), role))
     if known is None:
-        raise EngineStateError("this actor process takes part in no weight sync: it was restarted; connect again")
-    if known[0] != session:
-        raise EngineStateError("another weight sync has taken this actor over; use that one, or connect again")
+        raise RestartedError("this actor process takes part in no weight sync: it was restarted")
     return known[1]
 
 

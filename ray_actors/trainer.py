@@ -6,7 +6,8 @@ from typing import Any
 
 import ray
 
-from weightsync.messages import decode_request, encode
+from weightsync.fence import Fence
+from weightsync.messages import answer
 from weightsync.ray_actors.side import Locator, Side, locate
 from weightsync.sender import SenderRank
 
@@ -16,13 +17,20 @@ class TrainerSide:
 
     def __init__(self, actor: Any, source: Locator, index: int, previous: Side | None) -> None:
         self._rank = SenderRank(
-            index, lambda: locate(actor, source, key="source"), address=ray.util.get_node_ip_address()
+            index,
+            lambda: locate(actor, source, key="source"),
+            address=ray.util.get_node_ip_address(),
+            node=ray.get_runtime_context().get_node_id(),
         )
         if isinstance(previous, TrainerSide):
             self._rank.take_over(previous._rank)
 
-    def call(self, payload: bytes, number: int = 0) -> list[bytes] | None:
-        return [encode(self._rank.handle(decode_request(payload)))]
+    @property
+    def fence(self) -> Fence:
+        return self._rank.fence
+
+    def call(self, payload: bytes) -> list[bytes] | None:
+        return [answer(self._rank.handle, payload)]
 
     def result(self, number: int) -> list[bytes] | None:
         raise AssertionError("a trainer answers at once")

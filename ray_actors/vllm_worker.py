@@ -9,7 +9,7 @@ vLLM mixes the class into its worker and refuses names that a worker has already
 from __future__ import annotations
 
 from weightsync.engines.vllm import VllmAdapter
-from weightsync.messages import decode_request, encode
+from weightsync.messages import answer
 from weightsync.receiver import ReceiverRank
 
 
@@ -23,4 +23,4 @@ class WeightSyncWorkerExtension:
         if self.weightsync_rank is None:
             adapter = VllmAdapter(self)
             self.weightsync_rank = ReceiverRank(adapter, rank=adapter.rank)
-        return encode(self.weightsync_rank.handle(decode_request(payload)))
+        return answer(self.weightsync_rank.handle, payload)

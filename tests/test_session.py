@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.messages import (
+    Call,
     Close,
     Connect,
     Describe,
@@ -39,8 +41,11 @@ from weightsync.messages import (
     Poll,
     ReceiverLink,
     ReceiverOpened,
+    Reply,
+    Request,
     SenderOpened,
-    decode_request,
+    answer,
+    decode_call,
     encode,
 )
 from weightsync.receiver import ReceiverRank
@@ -146,19 +151,24 @@ def test_ranks_of_an_engine_may_connect_at_different_times() -> None:
     rank = ReceiverRank(TorchModuleAdapter(Model(1)))
     sender = SenderRank(0, lambda: Model(1))
     settings = config()
-    description = sender.handle(Describe(config=settings))
+    numbers = itertools.count(1)
+
+    def ask(rank: SenderRank | ReceiverRank, request: Request) -> Reply:
+        return rank.handle(Call(session="s", epoch=1, number=next(numbers), request=request))
+
+    description = ask(sender, Describe(config=settings))
     assert isinstance(description, Description)
-    rank.handle(OpenReceiver(config=settings, manifest=description.manifest, engine=0))
-    plan = LinkPlan(transport="shared_memory", sender=0, num_receivers=1, host="127.0.0.1", token="t")
+    ask(rank, OpenReceiver(config=settings, manifest=description.manifest, engine=0))
+    plan = LinkPlan(id=1, transport="shared_memory", sender=0, num_receivers=1, host="127.0.0.1", token="t")
     names = tuple(meta.name for meta in description.manifest.tensors)
-    opened = sender.handle(OpenSender(manifest=description.manifest, names=names, links=(plan,)))
+    opened = ask(sender, OpenSender(manifest=description.manifest, names=names, links=(plan,)))
     assert isinstance(opened, SenderOpened)
-    sender.handle(Connect())
+    ask(sender, Connect())
     link = ReceiverLink(plan=plan, address=opened.addresses[0], names=names, stable=True, receiver={0: 0})
-    rank.handle(Connect(links=(link,)))
-    assert [rank.handle(Poll(wait_s=5)) for _ in range(3)] == [Ok()] * 3
-    rank.handle(Close())
-    sender.handle(Close())
+    ask(rank, Connect(links=(link,)))
+    assert [ask(rank, Poll(wait_s=5)) for _ in range(3)] == [Ok()] * 3
+    ask(rank, Close())
+    ask(sender, Close())
 
 
 def test_trainers_that_all_hold_everything_share_the_sending() -> None:
@@ -566,13 +576,13 @@ def two_hosts(
     sender, ranks = SenderRank(0, source), [ReceiverRank(TorchModuleAdapter(module)) for module in (near, far)]
 
     def receive(i: int, payload: bytes) -> list[bytes]:
-        reply = ranks[i].handle(decode_request(payload))
+        reply = ranks[i].handle(decode_call(payload))
         if i == 1 and isinstance(reply, ReceiverOpened):
             reply = replace(reply, identity=replace(reply.identity, machine="another"))
         return [encode(reply)]
 
     fleet = LocalFleet(
-        [lambda payload: [encode(sender.handle(decode_request(payload)))]],
+        [lambda payload: [answer(sender.handle, payload)]],
         [lambda payload: receive(0, payload), lambda payload: receive(1, payload)],
     )
     return Session(fleet, settings), fleet

@@ -33,20 +33,21 @@ def machine(trainers: int = 2, engines: int = 2, *, staged: bool = True) -> Upda
         engines=[f"engine {i}" for i in range(engines)],
         staged=staged,
         timeout_s=TIMEOUT_S,
+        plan_digests={party: "p" for i in range(64) for party in (f"trainer {i}", f"engine {i}")},
     )
 
 
-def prepared(version: int = 4, epoch: int = 3, digest: str = "abc") -> m.Prepared:
-    return m.Prepared(version=version, epoch=epoch, manifest_digest=digest)
+def prepared(version: int = 4, epoch: int = 3, digest: str = "abc", plan: str = "p") -> m.Prepared:
+    return m.Prepared(version=version, epoch=epoch, manifest_digest=digest, plan_digest=plan)
 
 
-def sent(*digests: int) -> m.Sent:
-    """What a trainer answers, with one digest a link."""
-    return m.Sent(nbytes=10, content_digests=digests or (7,), changed_values=None, seconds=0.1)
+def sent(trainer: int, digest: int = 7) -> m.Sent:
+    """What a trainer answers that has one link, of its own number."""
+    return m.Sent(nbytes=10, content_digests={trainer: digest}, changed_values=None, seconds=0.1)
 
 
 def vote(*digests: int) -> m.Vote:
-    """What an engine rank answers, with one digest a trainer."""
+    """What an engine rank answers, with one digest a link."""
     return m.Vote(nbytes=20, content_digests=dict(enumerate(digests or (7, 7))), peak_staging_bytes=0, seconds=0.1)
 
 
@@ -67,7 +68,7 @@ def good_reply(command: Command, *, trainers: int) -> m.Reply:
         case m.Transfer():
             return m.Pending()
         case m.Poll():
-            return sent() if is_trainer else vote(*[7] * trainers)
+            return sent(int(command.party.split()[1])) if is_trainer else vote(*[7] * trainers)
         case m.Apply():
             return applied(*[7] * trainers)
         case m.Commit() | m.Abort():
@@ -129,6 +130,7 @@ def test_a_streaming_update_applies_while_it_transfers() -> None:
     [
         (prepared(digest="xyz"), "manifest_digest"),
         (prepared(epoch=2), "epoch"),
+        (prepared(plan="other"), "plan_digest"),
         (prepared(version=5), "version"),
     ],
 )
@@ -175,18 +177,22 @@ def test_bytes_that_nobody_sent_are_a_digest_error_that_names_the_rank() -> None
     assert names(asked, m.Apply) == []
 
 
-def test_a_rank_may_hold_what_any_one_link_of_a_trainer_carried() -> None:
-    target = machine()
+def test_each_link_is_compared_with_what_went_over_it() -> None:
+    """Two links of one trainer may cut tensors differently."""
+    for wrong in (False, True):
+        target = machine()
 
-    def answer(command: Command) -> m.Reply | None:
-        if isinstance(command.request, m.Poll):
-            if command.party.startswith("trainer"):
-                return sent(1, 2) if command.party == "trainer 0" else sent(3)
-            return vote(1, 3) if command.party == "engine 0" else vote(2, 3)
-        return None
+        def answer(command: Command, wrong: bool = wrong) -> m.Reply | None:
+            if isinstance(command.request, m.Poll):
+                if command.party == "trainer 0":
+                    return m.Sent(nbytes=10, content_digests={0: 1, 2: 2}, changed_values=None, seconds=0.1)
+                held = {0: 1, 1: 7} if command.party == "engine 0" else {2: 1 if wrong else 2, 1: 7}
+                if command.party.startswith("engine"):
+                    return m.Vote(nbytes=20, content_digests=held, peak_staging_bytes=0, seconds=0.1)
+            return None
 
-    run(target, answer)
-    assert target.error is None
+        run(target, answer)
+        assert (target.error is not None) == wrong
 
 
 def test_a_rank_that_holds_what_no_link_carried_is_named() -> None:

@@ -121,6 +121,7 @@ class Coalescer:
         self._arrived: dict[str, list[tuple[int, int]]] = {}
         self._done: dict[str, int] = {}
         self._whole: set[str] = set()
+        self._seen_whole = 0
         self._groups = [_Group(spec, sum(n in manifest.by_name for n in spec.names)) for spec in groups]
         for group in self._groups:
             for name in group.spec.names:
@@ -441,6 +442,19 @@ class Coalescer:
         """Canonical names that are not whole yet, in the manifest's order."""
         with self._changed:
             return [meta.name for meta in self.manifest.tensors if meta.name not in self._whole]
+
+    def describe_wait(self) -> str:
+        """For errors: what this rank waits for."""
+        with self._changed:
+            metas = self.manifest.tensors
+            while self._seen_whole < len(metas) and metas[self._seen_whole].name in self._whole:
+                self._seen_whole += 1
+            if self._seen_whole == len(metas):
+                return "waits for its links to end"
+            name = metas[self._seen_whole].name
+            group = self._of_name.get(name)
+            where = f" of module group {group.spec.key}" if group is not None else ""
+            return f"waits for {name}{where}, has {self.nbytes} of {self.manifest.nbytes} bytes"
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:

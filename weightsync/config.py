@@ -17,6 +17,8 @@ from weightsync.errors import ConfigError
 
 T = TypeVar("T")
 
+CommitStep = Literal["flush_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "set_weight_version"]
+
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
 
 
@@ -43,6 +45,8 @@ class TransportRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     use: str
     same_host: bool | None = None
     """True: only pairs on one host. False: only pairs on two. None: both."""
+    same_node: bool | None = None
+    """The same for Ray nodes, of which one host may run several."""
 
 
 class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,12 +68,28 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     wire_dtype: dict[str, str] = {}
     """Name pattern (as in a shell: "*", "*.bias") -> dtype in which matching floating-point tensors travel; the first
     pattern that fits decides. Empty: tensors keep their dtype."""
-    on_commit: tuple[Literal["flush_prefix_cache"], ...] = ("flush_prefix_cache",)
-    """What an engine drops along with the old weights."""
+    on_commit: tuple[CommitStep, ...] = (
+        "flush_prefix_cache",
+        "reset_mm_cache",
+        "reset_encoder_cache",
+        "set_weight_version",
+    )
+    """What an engine does along with taking new weights, where it can: drop what it had computed with the old ones
+    (blocks of the prefix cache, multimodal and encoder outputs), and label outputs with the version."""
+    version_salt: bool = False
+    """Salt the prefix cache with the version, so that blocks of different versions never match, and old ones need not be
+    flushed while requests use them. Requests that bring a salt keep it, with the version added."""
     on_failure: Literal["raise", "poison"] = "raise"
     """When an apply fails on some engines: raise: update() raises. poison: update() returns a report that lists them.
-    In both cases they hold mixed weights until a whole update succeeds (an AsyncLLM
-    stays paused), and the others commit."""
+    In both cases they hold mixed weights and refuse to generate until a whole update succeeds, and the others commit."""
+    on_lost_engine: Literal["raise", "remove"] = "raise"
+    """When the process of an engine is gone: raise, or go on without it (the report says so); `add_engine` brings another."""
+    retries: int = 0
+    """How often a failed update is tried again, from the start; for failures that a retry can cure (a broken link, a
+    silent process, a wrong byte, a poisoned engine), not for wrong settings or tensors."""
+    version_log: str | None = None
+    """A file in which the coordinator notes, durably, each version that it decides to commit; a weight sync that opens
+    with it continues there. On the node of whoever calls connect, or on a file system that all nodes share."""
     pause: Literal["keep", "wait", "abort"] = "keep"
     """What happens to requests in flight where the engine generates during updates (AsyncLLM): go on with the new
     weights afterwards, finish first, or end."""
@@ -86,6 +106,8 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             msgspec.structs.force_setattr(self, key, parse_bytes(getattr(self, key), key=key))
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout_s: must be more than 0 and finite, is {self.timeout_s:g}", key="timeout_s")
+        if self.retries < 0:
+            raise ConfigError(f"retries: must be 0 or more, is {self.retries}", key="retries")
 
     @property
     def staging_limit(self) -> int:

@@ -8,8 +8,10 @@
     ├── DigestError             bytes differ from what the sender read
     ├── StagingLimitError       a module group does not fit the staging budget
     ├── TransportError          a peer is gone or a link broke
+    │   └── CoordinatorLostError  the coordinator's process is gone; the next call starts another
     ├── UpdateTimeoutError      a bounded wait ran out; names who was silent
-    ├── EngineStateError        the engine cannot take an update in its present state
+    ├── EngineStateError        the engine cannot take an update, or a request, in its present state
+    │   └── RestartedError      the actor's process was restarted and takes part in no weight sync
     └── EnginePoisonedError     an apply failed half way; only a whole update clears it
 
 All arguments but the message are optional, so that each error survives pickling
@@ -91,12 +93,20 @@ class TransportError(WeightSyncError):
     """A link to a peer broke or could not be made."""
 
 
+class CoordinatorLostError(TransportError):
+    """The coordinator died; how far the update had come shows in the next one, which makes it whole."""
+
+
 class UpdateTimeoutError(WeightSyncError):
     """A bounded wait ran out; the message says who was silent, in which phase and for how long."""
 
 
 class EngineStateError(WeightSyncError):
     """The engine cannot take an update as it is; the message says what to change."""
+
+
+class RestartedError(EngineStateError):
+    """The process was restarted since it was connected: it holds the weights that it started with."""
 
 
 class EnginePoisonedError(WeightSyncError):
@@ -114,8 +124,10 @@ _KINDS: dict[str, type[WeightSyncError]] = {
         DigestError,
         StagingLimitError,
         TransportError,
+        CoordinatorLostError,
         UpdateTimeoutError,
         EngineStateError,
+        RestartedError,
         EnginePoisonedError,
     )
 }

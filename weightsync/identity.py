@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 import torch
+
+from weightsync.errors import AgreementError
+from weightsync.process import own_start_ticks
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +30,14 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """How other nodes reach this one."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs this process may use."""
+    node: str = ""
+    """Id of the Ray node, "" outside Ray."""
+    started: int = 0
+    """When the process started, in clock ticks since boot; tells it from a later one with the same pid."""
+
+    def __str__(self) -> str:
+        node = f"node {self.node[:8]}, " if self.node else ""
+        return f"{node}host {self.host}, pid {self.pid}"
 
 
 @cache
@@ -45,8 +57,8 @@ def _machine() -> str:
     return "/".join(parts)
 
 
-def identify(address: str = "127.0.0.1") -> Identity:
-    """This process's identity; *address* is how other nodes reach its node."""
+def identify(address: str = "127.0.0.1", node: str = "") -> Identity:
+    """This process's identity; *address* is how other nodes reach its node, *node* the node's id."""
     gpus: tuple[str, ...] = ()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         gpus = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
@@ -59,4 +71,28 @@ def identify(address: str = "127.0.0.1") -> Identity:
         python=".".join(map(str, sys.version_info[:3])),
         address=address,
         gpus=gpus,
+        node=node,
+        started=own_start_ticks(),
     )
+
+
+def check_versions(ranks: Mapping[str, Identity]) -> None:
+    """Refuse processes whose libraries do not understand each other.
+
+    Raises:
+        AgreementError: weightsync differs, or the minor version of torch; both ranks are named.
+    """
+    for field, part in (("weightsync", None), ("torch", 2)):
+        first: tuple[str, str] | None = None
+        for rank, identity in ranks.items():
+            found = getattr(identity, field)
+            key = ".".join(found.split(".")[:part])
+            if first is None:
+                first = rank, found
+                wanted = key
+            elif key != wanted:
+                raise AgreementError(
+                    f"{rank} ({identity}) runs {field} {found}, {first[0]} runs {first[1]}; install the same everywhere",
+                    rank=rank,
+                    field=field,
+                )

@@ -15,9 +15,9 @@ import torch
 
 from weightsync.chunk import WeightChunk
 from weightsync.errors import WeightSyncError
+from weightsync.identity import Identity
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest, TensorMeta
-from weightsync.messages import Reply, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +183,27 @@ class Fleet(Protocol):
     @property
     def engines(self) -> Sequence[str]: ...
 
-    def send(self, party: str, request: Request) -> None:
-        """Start a call and return. One still under way to the same party is superseded, and its reply dropped."""
+    def send(self, party: str, number: int, payload: bytes) -> None:
+        """Start a call and return. One still under way to the same party is superseded: its answer may be dropped."""
         ...
 
-    def replies(self, wait_s: float) -> Iterable[tuple[str, tuple[Reply, ...] | WeightSyncError]]:
-        """(party, one reply a rank, or why there are none) for the calls that ended; waits at most *wait_s*."""
+    def replies(self, wait_s: float) -> Iterable[tuple[str, int, Sequence[bytes] | WeightSyncError]]:
+        """(party, the call's number, one reply a rank, or why there are none) for the calls that ended; waits at most
+        *wait_s*."""
+        ...
+
+    def reopen(self, party: str) -> None:
+        """Make a party whose process was restarted answer again.
+
+        Raises:
+            WeightSyncError: it is gone for good, or busy.
+        """
+        ...
+
+    def remove(self, party: str) -> None:
+        """Forget an engine; nothing is sent to it any more."""
+        ...
+
+    def process_state(self, identity: Identity) -> str:
+        """ "running", "stopped", "gone" or "unknown"; within a few seconds. May be called from several threads."""
         ...

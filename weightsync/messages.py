@@ -1,17 +1,22 @@
 """Control messages between a coordinator and the ranks: small, typed, msgpack; no tensors, no pickle.
 
-A request goes to a party (a trainer rank, or an engine with all its ranks); every rank answers with one reply.
+A request goes to a party (a trainer rank, or an engine with all its ranks) in a `Call`; every rank answers with one
+reply.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import msgspec
 
 from weightsync.config import SyncConfig
-from weightsync.errors import ErrorInfo
+from weightsync.digest import digest_text
+from weightsync.errors import ErrorInfo, TransportError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest
 from weightsync.report import LoadSummary
+from weightsync.wire import pack, unpack
 
 # ---- opening a weight sync --------------------------------------------------------------------------------------
 
@@ -27,6 +32,8 @@ class Description(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     manifest: Manifest
     version: int
     """The last version that this process took part in, 0 if none."""
+    epoch: int = 0
+    """The highest that this process has heard of."""
 
 
 class OpenReceiver(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -35,6 +42,8 @@ class OpenReceiver(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     config: SyncConfig
     manifest: Manifest
     engine: int
+    decided: int = 0
+    """The last version on whose commit a coordinator had decided: a rank that applied it commits it now."""
 
 
 class ReceiverOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -44,11 +53,15 @@ class ReceiverOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     order: tuple[str, ...]
     """Canonical names in the order that keeps least staging open."""
     version: int
+    epoch: int = 0
+    poisoned: bool = False
 
 
 class LinkPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One link: a sender rank, some receivers, one transport."""
 
+    id: int
+    """Unique within the weight sync."""
     transport: str
     sender: int
     num_receivers: int
@@ -63,6 +76,8 @@ class OpenSender(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Of all trainers together."""
     names: tuple[str, ...]
     links: tuple[LinkPlan, ...]
+    keep: bool = False
+    """These links come beside those that are open, for engines that came late."""
 
 
 class SenderOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -93,17 +108,19 @@ class Connect(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
-    epoch: int
     staged: bool
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What the rank believes; the coordinator compares."""
+    """What the rank believes; the coordinator compares. `plan_digest` is of the links that it has open."""
 
     version: int
     """The version it has now."""
     epoch: int
     manifest_digest: str
+    plan_digest: str
+    poisoned: bool = False
+    """Holds mixed weights; a whole update repairs that."""
 
 
 class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -111,6 +128,8 @@ class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     version: int
     wait_s: float = 0.0
+    links: tuple[int, ...] | None = None
+    """Trainers send over these only; None: over all."""
 
 
 class Poll(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -123,12 +142,14 @@ class Pending(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Not done yet; `progress` (bytes, or links) shows that something moves."""
 
     progress: int = 0
+    doing: str = ""
+    """For errors: "sends model.norm.weight", "waits for model.norm.weight of module group model.norm"."""
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     nbytes: int
-    content_digests: tuple[int, ...]
-    """One per link: links may cut tensors differently."""
+    content_digests: dict[int, int]
+    """Per link, since links may cut tensors differently."""
     changed_values: int | None
     seconds: float
 
@@ -138,7 +159,7 @@ class Vote(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     nbytes: int
     content_digests: dict[int, int]
-    """Per sender index."""
+    """Per link."""
     peak_staging_bytes: int
     seconds: float
 
@@ -165,7 +186,9 @@ class Abort(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Give the update up: forget what came, break the links."""
 
     hold: bool = False
-    """Engines that pause stay paused: the others have gone on to the new version."""
+    """Engines stay paused and must not serve: the others have gone on to the new version."""
+    links: tuple[int, ...] | None = None
+    """Trainers break these links only; None: all."""
 
 
 class Close(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -188,6 +211,44 @@ Request = (
 )  # fmt: skip
 Reply = Description | ReceiverOpened | SenderOpened | Prepared | Pending | Sent | Vote | Applied | Ok | Failed
 
-encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it travels. Ranks refuse what is not newer than the last they heard; see `weightsync.fence`."""
+
+    session: str
+    """Of the coordinator that sends it; new for each."""
+    epoch: int
+    number: int
+    """Grows with each call."""
+    request: Request
+
+
+_calls = msgspec.msgpack.Decoder(Call)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+encode = pack
+
+
+def plan_digest(links: Iterable[LinkPlan | ReceiverLink]) -> str:
+    """Equal for equal links, in this order: those that a trainer has open, or those that an engine was told of."""
+    return digest_text(["links-1", list(links)])
+
+
+def answer(handle: Callable[[Call], Reply], payload: bytes) -> bytes:
+    """One rank's encoded reply to an encoded call; a damaged call is answered, too."""
+    try:
+        call = decode_call(payload)
+    except TransportError as error:
+        return encode(Failed(error=ErrorInfo.of(error)))
+    return encode(handle(call))
+
+
+def decode_call(payload: bytes) -> Call:
+    """Raises TransportError where *payload* is no call, or damaged."""
+    return unpack(payload, _calls)
+
+
+def decode_reply(payload: bytes) -> Reply:
+    """Raises TransportError where *payload* is no reply, or damaged."""
+    reply: Reply = unpack(payload, _replies)
+    return reply

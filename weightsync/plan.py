@@ -77,10 +77,17 @@ def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity) -
     if isinstance(config.transport, str):
         name = config.transport
     else:
-        fitting = [rule.use for rule in config.transport if rule.same_host in (None, same_host)]
+        same_node = same_host and sender.node == receiver.node
+        fitting = [
+            rule.use
+            for rule in config.transport
+            if rule.same_host in (None, same_host) and rule.same_node in (None, same_node)
+        ]
         if not fitting:
-            place = "on one host" if same_host else "on two hosts"
-            raise ConfigError(f"transport: no rule fits a pair {place}; add one without same_host", key="transport")
+            place = ("on one host" if same_host else "on two hosts") + ("" if same_node else " and on two nodes")
+            raise ConfigError(
+                f"transport: no rule fits a pair {place}; add one without same_host and same_node", key="transport"
+            )
         name = fitting[0]
     if name == "auto":
         return "shared_memory" if same_host else "broadcast"

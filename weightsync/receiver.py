@@ -9,6 +9,7 @@ from weightsync.background import Background
 from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.errors import EngineStateError, ErrorInfo, ManifestError, TransportError, WeightSyncError
+from weightsync.fence import Fence
 from weightsync.identity import identify
 from weightsync.interfaces import EngineAdapter, ReceiverTransport, Transfer
 from weightsync.loadmap import LoadMap
@@ -36,13 +37,15 @@ class ReceiverRank:
         self._started = 0.0
         self._applied = False
         self.poisoned = False
+        self.fence = Fence()
+        self._plan_digest = ""
         self._version = 0
-        self._epoch = 0
 
-    def handle(self, request: m.Request) -> m.Reply:
+    def handle(self, call: m.Call) -> m.Reply:
         """Answer; an error becomes a `Failed` reply that names this rank."""
         try:
-            return self._handle(request)
+            self.fence.admit(call)
+            return self._handle(call.request)
         except Exception as error:
             return m.Failed(error=ErrorInfo.of(error, rank=self.name), poisoned=self.poisoned)
 
@@ -69,6 +72,8 @@ class ReceiverRank:
                 raise WeightSyncError(f"an engine cannot handle {type(request).__name__}")
 
     def _open(self, request: m.OpenReceiver) -> m.ReceiverOpened:
+        if self._applied and self._coalescer is not None and self._coalescer.version == request.decided:
+            self._commit(request.decided)  # the coordinator that decided so is gone
         self._drop_links()
         self.name = f"engine {request.engine} rank {self._rank}"
         self._config, self._manifest = request.config, request.manifest
@@ -89,6 +94,8 @@ class ReceiverRank:
             load=summary,
             order=regroup(request.manifest, load_map.groups),
             version=self._version,
+            epoch=self.fence.epoch,
+            poisoned=self.poisoned,
         )
 
     def _check_load_map(self, load_map: LoadMap, manifest: Manifest) -> None:
@@ -112,6 +119,7 @@ class ReceiverRank:
 
     def _connect(self, request: m.Connect) -> m.Reply:
         self._drop_links()  # an engine that committed while another failed still has its old ones
+        self._plan_digest = m.plan_digest(request.links)
         for link in request.links:
             index = link.receiver.get(self._rank)
             if index is not None:
@@ -140,11 +148,12 @@ class ReceiverRank:
             limit_bytes=self._config.staging_limit,
             whole_model=request.staged,
         )
-        self._epoch = request.epoch
         return m.Prepared(
             version=self._version,
-            epoch=self._epoch,
+            epoch=self.fence.epoch,
             manifest_digest=self._manifest.digest,
+            plan_digest=self._plan_digest,
+            poisoned=self.poisoned,
         )
 
     def _receive(self, version: int, wait_s: float) -> m.Reply:
@@ -183,20 +192,23 @@ class ReceiverRank:
     def _poll(self, wait_s: float) -> m.Reply:
         if self._connecting is not None:
             # Kept until the next step: other ranks of this engine may take longer, and then all are asked again.
-            return self._connecting.result() if self._connecting.is_done(wait_s) else m.Pending()
+            return (
+                self._connecting.result() if self._connecting.is_done(wait_s) else m.Pending(doing="connects its links")
+            )
         if self._coalescer is None:
             raise WeightSyncError("nothing is under way")
         # A tensor may come twice after everything came once, so the vote waits for the ends of all streams.
         if not self._coalescer.is_whole(wait_s) or not all(work.is_done(wait_s) for work in self._receiving):
-            return m.Pending(progress=self._coalescer.nbytes)
+            return m.Pending(progress=self._coalescer.nbytes, doing=self._coalescer.describe_wait())
         self._coalescer.is_whole()
         return self._vote()
 
     def _vote(self) -> m.Vote:
         assert self._coalescer is not None
+        found = self._coalescer.content_digests()
         return m.Vote(
             nbytes=self._coalescer.nbytes,
-            content_digests=self._coalescer.content_digests(),
+            content_digests={link.plan.id: found.get(link.plan.sender, 0) for link, _ in self._links},
             peak_staging_bytes=self._coalescer.peak_staging_bytes,
             seconds=time.perf_counter() - self._started,
         )
@@ -224,6 +236,10 @@ class ReceiverRank:
         self.poisoned = False
         self._version = version
         return m.Ok()
+
+    def discard(self) -> None:
+        """Another engine has taken this one's place."""
+        self._drop_links()
 
     def _forget_update(self) -> None:
         if self._coalescer is not None:

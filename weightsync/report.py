@@ -12,6 +12,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     """"trainer 0", "engine 1 rank 3"."""
     host: str
     pid: int
+    node: str = ""
     nbytes: int = 0
     """Payload bytes sent or received."""
     transfer_s: float = 0.0
@@ -58,6 +59,12 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     """Values that differ from the update before; None unless counted (SyncConfig.count_changed_values)."""
     poisoned: dict[str, str] = {}
     """Engines whose apply failed, with the error; they hold mixed weights until a whole update succeeds."""
+    failed_attempts: tuple[str, ...] = ()
+    """Errors of the attempts before this one (SyncConfig.retries)."""
+    lost: tuple[str, ...] = ()
+    """Engines that this update went on without, because their process is gone (SyncConfig.on_lost_engine)."""
+    joined: tuple[str, ...] = ()
+    """Engines that were late, restarted or poisoned, and came in with this update."""
 
     @property
     def gb_per_s(self) -> float:
@@ -71,6 +78,9 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
                 ("names feed nothing", max((len(load.unmapped) for load in self.load), default=0)),
                 ("parameters written in part", max((len(load.partial) for load in self.load), default=0)),
                 ("engines poisoned", len(self.poisoned)),
+                ("engines lost", len(self.lost)),
+                ("engines joined", len(self.joined)),
+                ("attempts failed before", len(self.failed_attempts)),
             )
             if count
         ]

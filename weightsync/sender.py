@@ -13,6 +13,7 @@ from weightsync.background import Background
 from weightsync.config import SyncConfig
 from weightsync.errors import ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.fanout import LockStep
+from weightsync.fence import Fence
 from weightsync.identity import identify
 from weightsync.interfaces import LinkContext, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import Manifest, TensorMeta
@@ -37,30 +38,37 @@ def link_context(plan: m.LinkPlan, config: SyncConfig) -> LinkContext:
 class SenderRank:
     """Driven by `handle`, one request at a time; nothing in it blocks longer than it takes to look at the weights."""
 
-    def __init__(self, index: int, get_source: Callable[[], Any], *, address: str = "127.0.0.1") -> None:
-        """*get_source* gives the weights anew for each update; *address* is how other nodes reach this one."""
+    def __init__(
+        self, index: int, get_source: Callable[[], Any], *, address: str = "127.0.0.1", node: str = ""
+    ) -> None:
+        """*get_source* gives the weights anew for each update; *address* is how other nodes reach this one, *node* its
+        id."""
         self.name = f"trainer {index}"
-        self._address = address
+        self.fence = Fence()
+        self._identity = identify(address, node)
         self._get_source = get_source
         self._source: TrainerSource | None = None
         self._config = SyncConfig()
         self._manifest: Manifest | None = None
         self._names: tuple[str, ...] = ()
-        self._transports: list[SenderTransport] = []
+        self._links: dict[int, SenderTransport] = {}
+        self._unconnected: list[SenderTransport] = []
+        self._plans: dict[int, m.LinkPlan] = {}
         self._work: Background[m.Ok | m.Sent] | None = None
         self._progress = 0
+        self._doing = ""
         self._version = 0
-        self._epoch = 0
 
     def take_over(self, other: SenderRank) -> None:
         """Continue at the version of *other*, an earlier weight sync's rank on the same weights, and end that one."""
-        other.handle(m.Close())
-        self._version = other._version
+        other._drop_links(None)
+        self.fence, self._version = other.fence, other._version
 
-    def handle(self, request: m.Request) -> m.Reply:
+    def handle(self, call: m.Call) -> m.Reply:
         """Answer; an error becomes a `Failed` reply that names this rank."""
         try:
-            return self._handle(request)
+            self.fence.admit(call)
+            return self._handle(call.request)
         except Exception as error:
             return m.Failed(error=ErrorInfo.of(error, rank=self.name))
 
@@ -70,7 +78,10 @@ class SenderRank:
                 self._config = request.config
                 self._source = TrainerSource(self._get_source, wire_dtype=self._config.wire_dtype)
                 return m.Description(
-                    identity=identify(self._address), manifest=self._source.manifest(), version=self._version
+                    identity=self._identity,
+                    manifest=self._source.manifest(),
+                    version=self._version,
+                    epoch=self.fence.epoch,
                 )
             case m.OpenSender():
                 return self._open(request)
@@ -79,89 +90,110 @@ class SenderRank:
             case m.Prepare():
                 return self._prepare(request)
             case m.Transfer():
-                return self._start(lambda: self._send(request.version), "send", request.wait_s)
+                return self._start(lambda: self._send(request), "send", request.wait_s)
             case m.Poll():
                 return self._poll(request.wait_s)
             case m.Commit():
-                for transport in self._transports:
+                for transport in self._links.values():
                     transport.finish()
                 self._version = request.version
                 return m.Ok()
-            case m.Abort() | m.Close():
-                self._drop_links()
+            case m.Abort():
+                self._drop_links(request.links)
+                return m.Ok()
+            case m.Close():
+                self._drop_links(None)
                 return m.Ok()
             case _:
                 raise WeightSyncError(f"a trainer cannot handle {type(request).__name__}")
 
     def _open(self, request: m.OpenSender) -> m.SenderOpened:
-        self._drop_links()
+        if not request.keep:
+            self._drop_links(None)
         self._manifest, self._names = request.manifest, request.names
         metas = tuple(self._manifest.by_name[name] for name in self._names)
-        addresses = []
+        opened = []
         for plan in request.links:
             transport = transport_classes(plan.transport)[0](link_context(plan, self._config))
-            self._transports.append(transport)
-            addresses.append(transport.open(metas))
-        return m.SenderOpened(addresses=tuple(addresses), stable=tuple(t.stable() for t in self._transports))
+            self._links[plan.id], self._plans[plan.id] = transport, plan
+            opened.append((transport.open(metas), transport.stable()))
+            self._unconnected.append(transport)
+        return m.SenderOpened(
+            addresses=tuple(address for address, _ in opened), stable=tuple(stable for _, stable in opened)
+        )
 
     def _connect(self) -> m.Ok:
-        for transport in self._transports:
-            transport.connect()
+        while self._unconnected:
+            self._doing = f"waits for receivers over {self._unconnected[0].name}"
+            self._unconnected[0].connect()
+            del self._unconnected[0]
         return m.Ok()
 
     def _prepare(self, request: m.Prepare) -> m.Prepared:
         assert self._source is not None
-        if self._manifest is None:
+        if self._manifest is None or self._unconnected:
             raise TransportError("the links are not open")
         if self._work is not None:
             raise UpdateTimeoutError("the source still makes tensors for an earlier update that was given up")
         self._source.check(self._manifest, self._names)
-        self._epoch = request.epoch
-        return m.Prepared(version=self._version, epoch=self._epoch, manifest_digest=self._manifest.digest)
+        return m.Prepared(
+            version=self._version,
+            epoch=self.fence.epoch,
+            manifest_digest=self._manifest.digest,
+            plan_digest=m.plan_digest(self._plans.values()),
+        )
 
-    def _send(self, version: int) -> m.Sent:
+    def _send(self, request: m.Transfer) -> m.Sent:
         assert self._source is not None and self._manifest is not None
         start = time.perf_counter()
-        transfer = Transfer(version=version, manifest=self._manifest, names=self._names)
+        transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names)
         tensors = self._counted(self._source.tensors(self._manifest, self._names))
+        ids = self._links.keys() if request.links is None else request.links
+        links = {id: self._links[id] for id in ids if id in self._links}
         try:
-            if len(self._transports) == 1:
-                stats = [self._transports[0].send(transfer, tensors)]
+            if len(links) == 1:
+                stats = {id: link.send(transfer, tensors) for id, link in links.items()}
             else:
-                items = LockStep(tensors, len(self._transports), timeout_s=self._config.timeout_s)
-                stats = self._send_over_all(transfer, items)
+                items = LockStep(tensors, len(links), timeout_s=self._config.timeout_s)
+                stats = self._send_over_all(links, transfer, items)
         finally:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
             for _ in tensors:
                 pass
-        first = stats[0] if stats else TransferStats()
+        first = next(iter(stats.values()), TransferStats())
         return m.Sent(
             nbytes=first.nbytes,
-            content_digests=tuple(part.content_digest for part in stats),
+            content_digests={id: part.content_digest for id, part in stats.items()},
             changed_values=first.changed_values,
             seconds=time.perf_counter() - start,
         )
 
     def _counted(self, tensors: Iterator[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        self._doing = "waits for its source"
         for meta, tensor in tensors:
+            self._doing = f"sends {meta.name}"
             yield meta, tensor
             self._progress += 1
+            self._doing = f"waits for its source, after {meta.name}"
+        self._doing = "waits for receivers to take the last bytes"
 
-    def _send_over_all(self, transfer: Transfer, items: LockStep[Any]) -> list[TransferStats]:
-        works = [
-            Background(lambda t=transport: t.send(transfer, iter(items)), name=f"send-{transport.name}")  # type: ignore[misc]
-            for transport in self._transports
-        ]
+    def _send_over_all(
+        self, links: dict[int, SenderTransport], transfer: Transfer, items: LockStep[Any]
+    ) -> dict[int, TransferStats]:
+        works = {
+            id: Background(lambda t=transport: t.send(transfer, iter(items)), name=f"send-{transport.name}")  # type: ignore[misc]
+            for id, transport in links.items()
+        }
         culprit = None
-        while not all(work.is_done(0.05) for work in works):
-            if culprit is None and (failed := [work for work in works if work.is_done(0) and work.failed]):
+        while not all(work.is_done(0.05) for work in works.values()):
+            if culprit is None and (failed := [work for work in works.values() if work.is_done(0) and work.failed]):
                 culprit = failed[0]
-                for transport in self._transports:
+                for transport in links.values():
                     transport.abort()
                 items.abort(TransportError("another link of this trainer broke"))
         if culprit is not None:
             culprit.result()
-        return [work.result() for work in works]
+        return {id: work.result() for id, work in works.items()}
 
     def _start(self, work: Callable[[], m.Ok | m.Sent], name: str, wait_s: float) -> m.Reply:
         self._work = Background(work, name=name)
@@ -171,16 +203,20 @@ class SenderRank:
         if self._work is None:
             raise WeightSyncError("nothing is under way")
         if not self._work.is_done(wait_s):
-            return m.Pending(progress=self._progress)
+            return m.Pending(progress=self._progress, doing=self._doing)
         work, self._work = self._work, None
         return work.result()
 
-    def _drop_links(self) -> None:
-        for transport in self._transports:
+    def _drop_links(self, ids: tuple[int, ...] | None) -> None:
+        """Break some links, or all (None); nothing is sent while they break."""
+        links = {id: link for id, link in self._links.items() if ids is None or id in ids}
+        for transport in links.values():
             transport.abort()
         if self._work is not None and self._work.join(self._config.timeout_s):
             self._work = None
-        for transport in self._transports:
+        for id, transport in links.items():
             transport.close()
-        self._transports = []
-        self._manifest = None
+            del self._links[id], self._plans[id]
+        self._unconnected = [link for link in self._unconnected if link in self._links.values()]
+        if not self._links:
+            self._manifest = None

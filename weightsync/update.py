@@ -12,7 +12,7 @@ With apply "streaming" an engine applies while it receives, so there a failed tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,7 +62,18 @@ class UpdateMachine:
         engines: Sequence[str],
         staged: bool,
         timeout_s: float,
+        plan_digests: Mapping[str, str],
+        links: tuple[int, ...] | None = None,
+        expected: Mapping[int, int] | None = None,
     ) -> None:
+        """An update of all *engines* to *version*.
+
+        Args:
+            plan_digests: of the links that each party must have open.
+            links: the trainers send over these only; None: over all.
+            expected: link -> content digest. The update then brings late engines to a version that the trainers have
+                already: what they send must be that version's content.
+        """
         self.version = version
         self.phase = Phase.PREPARE
         self.error: WeightSyncError | None = None
@@ -76,8 +87,9 @@ class UpdateMachine:
         self._epoch = epoch
         self._manifest_digest = manifest_digest
         self._trainers, self._engines = tuple(trainers), tuple(engines)
-        self._staged = staged
+        self.staged = staged
         self._timeout_s = timeout_s
+        self._plan_digests, self._links, self._expected = plan_digests, links, expected
         self._lost: set[str] = set()
         """Parties that cannot be reached; the silent among them are still told to abort."""
         self._silent: set[str] = set()
@@ -90,6 +102,10 @@ class UpdateMachine:
         self._moved = 0.0
         """When anything was last seen to move in the transfer."""
         self._progress: dict[str, int] = {}
+        self._doing: dict[str, str] = {}
+        """Party -> what it said that it waits for."""
+        self.was_poisoned: set[str] = set()
+        """Engines that held mixed weights when the update began."""
         self._answered: dict[str, float] = {}
         self._entered = 0.0
 
@@ -97,9 +113,15 @@ class UpdateMachine:
     def finished(self) -> bool:
         return self.phase in (Phase.DONE, Phase.FAILED)
 
+    @property
+    def decided(self) -> bool:
+        """Every engine that takes part is whole and has voted (staged), or has applied (streaming): from here on the
+        version is rolled forward. To be on disk before the commands that come with it are sent."""
+        return self.phase in (Phase.APPLY, Phase.COMMIT, Phase.DONE)
+
     def start(self, now: float) -> list[Command]:
         self._entered = now
-        prepare = m.Prepare(version=self.version, epoch=self._epoch, staged=self._staged)
+        prepare = m.Prepare(version=self.version, staged=self.staged)
         return self._ask_all((*self._trainers, *self._engines), prepare, now)
 
     def on_reply(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
@@ -159,6 +181,8 @@ class UpdateMachine:
                         f"{party} did not answer for {self._timeout_s:g} s in phase {self.phase}: it is busy in a long "
                         "call, or stuck. An actor must be free while an update runs, or be async"
                     )
+                if doing := self._doing.get(party):
+                    reason += f"; when last heard, {doing}"
                 error = UpdateTimeoutError(reason, rank=party, phase=self.phase.value)
                 commands += (
                     self._on_failure(party, error, now)
@@ -170,7 +194,7 @@ class UpdateMachine:
     def _since(self, party: str, since: float, now: float) -> float:
         """When *party*'s bound began: with its wait, or, for one that answers or cannot while it applies what streams
         in, when anything last moved: bytes over one link keep the other end waiting."""
-        applying = party in self._engines and not self._staged and self.phase is Phase.TRANSFER
+        applying = party in self._engines and not self.staged and self.phase is Phase.TRANSFER
         return max(since, self._moved) if applying or self._answers(party, now) else since
 
     def _answers(self, party: str, now: float) -> bool:
@@ -184,8 +208,9 @@ class UpdateMachine:
             rank = party if party in self._trainers else f"{party} rank {i}"
             assert isinstance(reply, m.Prepared), reply
             for field, theirs, ours in (
-                ("manifest_digest", reply.manifest_digest, self._manifest_digest),
                 ("epoch", reply.epoch, self._epoch),
+                ("manifest_digest", reply.manifest_digest, self._manifest_digest),
+                ("plan_digest", reply.plan_digest, self._plan_digests[party]),
             ):
                 if theirs != ours:
                     return self._on_failure(
@@ -193,7 +218,9 @@ class UpdateMachine:
                         AgreementError(f"{rank} has {field} {theirs}, the others have {ours}", rank=rank, field=field),
                         now,
                     )
-            if reply.version >= self.version:
+            if reply.poisoned:
+                self.was_poisoned.add(party)
+            if reply.version >= self.version and (party in self._engines or self._expected is None):
                 text = f"{rank} is at version {reply.version} already, the update is to {self.version}"
                 return self._on_failure(party, AgreementError(text, rank=rank, field="version"), now)
         return self._done(party, now)
@@ -204,7 +231,7 @@ class UpdateMachine:
                 self.sent[party] = replies[0]
                 return self._done(party, now)
             return self._ask(party, m.Poll(wait_s=POLL_S), now, replies)
-        if not self._staged:
+        if not self.staged:
             if all(isinstance(reply, m.Applied) for reply in replies):
                 return self._note_applied(party, replies, now)
             self._applying.add(party)
@@ -232,14 +259,14 @@ class UpdateMachine:
                 self._enter(Phase.TRANSFER, now)
                 # Engines first: a receiver that listens never keeps a sender waiting.
                 # In streaming an engine must be told to apply before anything can be asked of it.
-                engines = m.Transfer(version=self.version, wait_s=POLL_S if self._staged else 0.0)
-                trainers = m.Transfer(version=self.version, wait_s=POLL_S)
+                engines = m.Transfer(version=self.version, wait_s=POLL_S if self.staged else 0.0)
+                trainers = m.Transfer(version=self.version, wait_s=POLL_S, links=self._links)
                 return self._ask_all(self._engines, engines, now) + self._ask_all(self._trainers, trainers, now)
             case Phase.TRANSFER:
                 error = self._compare_digests()
                 if error is not None:
                     return self._abort(error, now)
-                if self._staged:
+                if self.staged:
                     self._enter(Phase.APPLY, now)
                     self._applying.update(self._engines)
                     return self._ask_all(self._engines, m.Apply(version=self.version), now)
@@ -252,17 +279,30 @@ class UpdateMachine:
                 self._enter(Phase.FAILED, now)
         return []
 
-    def _compare_digests(self) -> DigestError | None:
-        """Whether every rank holds, from each trainer, what that trainer sent over one of its links."""
+    def _compare_digests(self) -> WeightSyncError | None:
+        """Whether every rank holds what was sent over its links, and, for a late engine, what was meant to be."""
+        sent = {
+            link: (trainer, digest)
+            for trainer, reply in self.sent.items()
+            for link, digest in reply.content_digests.items()
+        }
+        for link, digest in (self._expected or {}).items():
+            trainer, found = sent.get(link, ("nobody", 0))
+            if found != digest:
+                return AgreementError(
+                    f"{trainer} does not hold version {self.version} any more (content {found:016x}, committed "
+                    f"{digest:016x})",
+                    rank=trainer,
+                    field="content",
+                )
         for party, votes in self.votes.items():
             for i, vote in enumerate(votes):
-                for sender, trainer in enumerate(self._trainers):
-                    sent = self.sent[trainer].content_digests or (0,)
-                    held = vote.content_digests.get(sender, 0)
-                    if held not in sent:
+                for link, held in vote.content_digests.items():
+                    trainer, digest = sent.get(link, ("nobody", 0))
+                    if held != digest:
                         rank = f"{party} rank {i}"
                         return DigestError(
-                            f"{rank} holds {held:016x} of {trainer}, which sent {sent[0]:016x}", rank=rank
+                            f"{rank} holds {held:016x} of {trainer}, which sent {digest:016x}", rank=rank
                         )
         return None
 
@@ -278,6 +318,10 @@ class UpdateMachine:
         committing = (*healthy, *(t for t in self._trainers if t not in self._lost))
         commit = m.Commit(version=self.version)
         return told + self._ask_all(committing, commit, now) + self._ask_all(broken, abort, now)
+
+    def give_up(self, error: WeightSyncError, now: float) -> list[Command]:
+        """End the update with *error*, which happened on the coordinator's side, before anything was decided."""
+        return self._abort(error, now)
 
     # ---- failure --------------------------------------------------------------------------------------------
 
@@ -303,7 +347,7 @@ class UpdateMachine:
         self._mixed.update(self.applied)
         self.poisoned = {engine: self.poisoned.get(engine, error) for engine in self._engines if engine in self._mixed}
         self._enter(Phase.ABORT, now)
-        abort = m.Abort()
+        abort = m.Abort(links=self._links)
         self._waiting.clear()
         told = [Command(party, abort) for party in self._silent]
         parties = [p for p in (*self._trainers, *self._engines) if p not in self._lost]
@@ -324,6 +368,11 @@ class UpdateMachine:
 
     def _ask(self, party: str, request: m.Request, now: float, replies: Sequence[m.Reply] = ()) -> list[Command]:
         """Ask again; notes when the party's progress moved."""
+        self._doing[party] = "; ".join(
+            (f"rank {i} " if len(replies) > 1 else "it ") + reply.doing
+            for i, reply in enumerate(replies)
+            if isinstance(reply, m.Pending) and reply.doing
+        )
         progress = sum(reply.progress for reply in replies if isinstance(reply, m.Pending))
         if progress != self._progress.get(party, 0):
             self._progress[party], self._moved = progress, now

@@ -212,10 +212,23 @@ def test_bad_arguments_are_refused_with_the_reason(
 
 
 def test_the_same_actor_twice_is_refused(trainer: Any, engine: Any) -> None:
-    with pytest.raises(ws.ConfigError, match=r"engines\[0\] is the same actor as trainers\[0\]"):
-        ws.connect(trainers=[trainer], engines=[trainer], source="model", target="model")
     with pytest.raises(ws.ConfigError, match=r"engines\[1\] is the same actor as engines\[0\]"):
         ws.connect(trainers=[trainer], engines=[engine, engine], source="model", target="model")
+
+
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+def test_one_actor_may_be_trainer_and_engine(apply: str, trainer: Any, engine: Any) -> None:
+    def policy(a: Any) -> torch.nn.Module:
+        a.policy = getattr(a, "policy", None) or make_model(11)
+        return a.policy  # type: ignore[no-any-return]
+
+    with ws.connect(
+        trainers=[trainer], engines=[trainer, engine], source=policy, target="model", config={"apply": apply}
+    ) as sync:
+        sync.update()
+        sync.update()
+    assert same(*weights_of(trainer, engine))
+    assert same(weights_of(engine)[0], dict(make_model(11).state_dict()))
 
 
 def test_a_trainer_whose_names_fit_nothing_is_refused(trainer: Any, engine: Any) -> None:

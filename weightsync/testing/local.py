@@ -10,51 +10,78 @@ from typing import Any
 from weightsync import messages as m
 from weightsync.config import SyncConfig
 from weightsync.engines.torch_module import TorchModuleAdapter
-from weightsync.errors import WeightSyncError
+from weightsync.errors import TransportError, WeightSyncError
+from weightsync.identity import Identity
 from weightsync.interfaces import EngineAdapter
-from weightsync.messages import decode_reply, decode_request, encode
+from weightsync.process import process_state
 from weightsync.receiver import ReceiverRank
 from weightsync.sender import SenderRank
 from weightsync.session import Session
 
-Handler = Callable[[bytes], list[bytes]]
-"""One party: an encoded request in, one encoded reply a rank out."""
+Handler = Callable[[bytes], Sequence[bytes]]
+"""One party: an encoded call in, one encoded reply a rank out."""
 
 
 class LocalFleet:
     """A `Fleet` whose parties live here, each served by a thread of its own. Messages are encoded as on a wire."""
 
     def __init__(self, trainers: Sequence[Handler], engines: Sequence[Handler]) -> None:
-        self.trainers = [f"trainer {i}" for i in range(len(trainers))]
-        self.engines = [f"engine {i}" for i in range(len(engines))]
-        self._answers: queue.Queue[tuple[str, int, tuple[m.Reply, ...] | WeightSyncError]] = queue.Queue()
-        self._current: dict[str, int] = {}
+        self.trainers: list[str] = []
+        self.engines: list[str] = []
+        self._answers: queue.Queue[tuple[str, int, Sequence[bytes] | WeightSyncError]] = queue.Queue()
         self._inbox: dict[str, queue.Queue[tuple[int, bytes] | None]] = {}
-        handlers = dict(zip([*self.trainers, *self.engines], [*trainers, *engines], strict=True))
-        for party, handler in handlers.items():
-            inbox = self._inbox[party] = queue.Queue()
-            threading.Thread(target=self._serve, args=(party, handler, inbox), daemon=True).start()
+        self._restarts: dict[str, Callable[[], Handler]] = {}
+        self._num_engines = 0
+        for i, handler in enumerate(trainers):
+            self.trainers.append(f"trainer {i}")
+            self._start(f"trainer {i}", handler)
+        for handler in engines:
+            self.add(handler)
+
+    def add(self, handler: Handler, *, restart: Callable[[], Handler] | None = None) -> str:
+        """Another engine; returns its name. *restart* makes it anew when `reopen` is called."""
+        party = f"engine {self._num_engines}"
+        self._num_engines += 1
+        self.engines.append(party)
+        self._start(party, handler)
+        if restart is not None:
+            self._restarts[party] = restart
+        return party
+
+    def _start(self, party: str, handler: Handler) -> None:
+        inbox = self._inbox[party] = queue.Queue()
+        threading.Thread(target=self._serve, args=(party, handler, inbox), daemon=True).start()
 
     def _serve(self, party: str, handler: Handler, inbox: queue.Queue[tuple[int, bytes] | None]) -> None:
         while (item := inbox.get()) is not None:
             number, payload = item
             try:
-                answer: tuple[m.Reply, ...] | WeightSyncError = tuple(decode_reply(reply) for reply in handler(payload))
+                answer: Sequence[bytes] | WeightSyncError = handler(payload)
             except Exception as error:
                 answer = error if isinstance(error, WeightSyncError) else WeightSyncError(repr(error))
             self._answers.put((party, number, answer))
 
-    def send(self, party: str, request: m.Request) -> None:
-        number = self._current[party] = self._current.get(party, 0) + 1
-        self._inbox[party].put((number, encode(request)))
+    def send(self, party: str, number: int, payload: bytes) -> None:
+        self._inbox[party].put((number, payload))
 
-    def replies(self, wait_s: float) -> Iterator[tuple[str, tuple[m.Reply, ...] | WeightSyncError]]:
+    def replies(self, wait_s: float) -> Iterator[tuple[str, int, Sequence[bytes] | WeightSyncError]]:
         try:
-            party, number, answer = self._answers.get(timeout=wait_s)
+            yield self._answers.get(timeout=wait_s)
         except queue.Empty:
             return
-        if number == self._current[party]:
-            yield party, answer
+
+    def reopen(self, party: str) -> None:
+        """Raises TransportError where nobody said how to restart the party."""
+        if party not in self._restarts:
+            raise TransportError(f"{party} cannot be restarted", rank=party)
+        self._inbox[party].put(None)
+        self._start(party, self._restarts[party]())
+
+    def remove(self, party: str) -> None:
+        self.engines.remove(party)
+
+    def process_state(self, identity: Identity) -> str:
+        return process_state(identity.pid, identity.started)
 
     def close(self) -> None:
         """End the threads."""
@@ -107,7 +134,7 @@ def in_process_party(ranks: Sequence[SenderRank] | Sequence[ReceiverRank]) -> Ha
         replies: list[bytes] = [b""] * len(ranks)
 
         def one(i: int) -> None:
-            replies[i] = encode(ranks[i].handle(decode_request(payload)))
+            replies[i] = m.answer(ranks[i].handle, payload)
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(len(ranks))]
         for thread in threads:
