@@ -9,6 +9,7 @@ Collectives run on the thread that calls `connect`, `send` or `receive`, and eve
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ from weightsync.digest import ContentDigest
 from weightsync.errors import TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import TensorMeta
+from weightsync.wire import pack, unpack
 
 _NUM_BUCKETS = 2
 _MAX_HEADER_BYTES = 64 << 20
@@ -47,6 +49,9 @@ class Header(msgspec.Struct, frozen=True):
     version: int
     manifest_digest: str
     pieces: tuple[Piece, ...]
+
+
+_headers = msgspec.msgpack.Decoder(Header)
 
 
 class _Group:
@@ -112,18 +117,21 @@ class _Group:
         options.rootTensor = 0
         return self._group.broadcast([tensor], options)
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for what `start` began; *what* it is, for errors."""
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
             if self._aborted:
                 raise TransportError(f"{self._who} was aborted")
             if time.monotonic() > deadline:
-                raise UpdateTimeoutError(f"{self._who}: a broadcast did not end within {self._timeout_s:g} s")
+                raise UpdateTimeoutError(
+                    f"{self._who}: {what} was not taken by all {self._size - 1} receivers within {self._timeout_s:g} s"
+                )
             time.sleep(_POLL_S)
         try:
             work.wait()
         except Exception as error:
-            raise TransportError(f"{self._who} is broken ({error}); a peer died or left") from error
+            raise TransportError(f"{self._who} is broken at {what} ({error}); a peer died or left") from error
 
     def abort(self) -> None:
         self._aborted = True
@@ -172,7 +180,13 @@ class BroadcastSender(SenderTransport):
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         content = ContentDigest()
         assert self._group is not None, "send before open"
-        group, in_flight = self._group, deque[list[Any]]()
+        group, in_flight = self._group, deque[tuple[str, list[Any]]]()
+        number = itertools.count()
+
+        def wait_for_oldest() -> None:
+            what, works = in_flight.popleft()
+            for work, _ in works:
+                group.wait(work, what)
 
         def free_buckets() -> Iterator[Bucket]:
             size = max(min(self.context.bucket_bytes, self.context.staging_limit_bytes // _NUM_BUCKETS), 1)
@@ -181,24 +195,23 @@ class BroadcastSender(SenderTransport):
             while True:
                 for payload in self._buckets:
                     while len(in_flight) >= _NUM_BUCKETS:
-                        for work, _ in in_flight.popleft():
-                            group.wait(work)
+                        wait_for_oldest()
                     yield Bucket(payload, [])
 
         for bucket in fill(tensors, free_buckets(), content=content, digest=self.context.digest):
             if bucket.pieces:
                 header = Header(transfer.version, transfer.manifest.digest, tuple(bucket.pieces))
-                in_flight.append(self._start(header, bucket.payload[: bucket.used_bytes]))
-        in_flight.append(self._start(None, torch.empty(0, dtype=torch.uint8)))
+                what = f"bucket {next(number)} ({bucket.pieces[0].name}, ...)"
+                in_flight.append((what, self._start(header, bucket.payload[: bucket.used_bytes])))
+        in_flight.append(("the end", self._start(None, torch.empty(0, dtype=torch.uint8))))
         while in_flight:
-            for work, _ in in_flight.popleft():
-                group.wait(work)
+            wait_for_oldest()
         return TransferStats(content.nbytes, content.value)
 
     def _start(self, header: Header | None, payload: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
         """Begin one bucket; (work, tensor) pairs, the tensors kept alive until the work is done."""
         assert self._group is not None
-        encoded = msgspec.msgpack.encode(header) if header is not None else b""
+        encoded = pack(header) if header is not None else b""
         sizes = torch.tensor([len(encoded), payload.numel()], dtype=torch.int64)
         works = [(self._group.start(sizes), sizes)]
         if encoded:
@@ -237,9 +250,10 @@ class BroadcastReceiver(ReceiverTransport):
     def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
         assert self._group is not None, "receive before connect"
         group = self._group
-        while True:
+        for number in itertools.count():
+            what = f"bucket {number}"
             sizes = torch.zeros(2, dtype=torch.int64)
-            group.wait(group.start(sizes))
+            group.wait(group.start(sizes), what)
             header_bytes, payload_bytes = map(int, sizes)
             if header_bytes == 0:
                 return
@@ -252,10 +266,10 @@ class BroadcastReceiver(ReceiverTransport):
             header_work = group.start(text)
             payload = self._room(payload_bytes)
             payload_work = group.start(payload) if payload_bytes else None
-            group.wait(header_work)
+            group.wait(header_work, what)
             header = self._decode(text)
             if payload_work is not None:
-                group.wait(payload_work)
+                group.wait(payload_work, what)
             yield self._chunk(header, payload)
 
     def _largest_bucket(self) -> int:
@@ -270,9 +284,9 @@ class BroadcastReceiver(ReceiverTransport):
 
     def _decode(self, text: torch.Tensor) -> Header:
         try:
-            return msgspec.msgpack.decode(text.numpy().tobytes(), type=Header)
-        except msgspec.DecodeError as error:
-            raise TransportError(f"sender {self.context.sender} sent a malformed header: {error}") from error
+            return unpack(text.numpy().tobytes(), _headers)
+        except TransportError as error:
+            raise TransportError(f"header of sender {self.context.sender}: {error}") from error
 
     def _chunk(self, header: Header, payload: torch.Tensor) -> WeightChunk:
         self._lent = True

@@ -17,10 +17,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from weightsync.errors import TransportError, UpdateTimeoutError
+from weightsync.wire import pack, unpack
 
 MAX_FRAME_BYTES = 64 << 20
 _HEADER = struct.Struct("<IB")
-M = TypeVar("M")
+M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Channel(Generic[M]):
@@ -31,7 +32,6 @@ class Channel(Generic[M]):
         self.peer = peer
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(message_type)
-        self._encoder = msgspec.msgpack.Encoder()
         self._sending = threading.Lock()
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.peer_pid = pid
@@ -41,7 +41,7 @@ class Channel(Generic[M]):
 
     def send(self, message: M, *, fd: int | None = None, timeout_s: float) -> None:
         """Raises TransportError when the peer is gone, UpdateTimeoutError when it does not read."""
-        body = self._encoder.encode(message)
+        body = pack(message)
         header = _HEADER.pack(len(body), fd is not None)
         with self._sending, self._errors("take a message", timeout_s):
             self._socket.settimeout(timeout_s)
@@ -67,12 +67,19 @@ class Channel(Generic[M]):
                 size, has_fd = _HEADER.unpack(header)
                 if size > MAX_FRAME_BYTES or bool(has_fd) != (fd is not None):
                     raise TransportError(f"{self.peer} sent a frame of {size} bytes that is not of this channel")
-                message = self._decoder.decode(self._read(size))
+                body = self._read(size)
+            message = self._decode(body)
             kept, fd = fd, None
             return message, kept
         finally:
             if fd is not None:
                 os.close(fd)
+
+    def _decode(self, body: bytes) -> M:
+        try:
+            return unpack(body, self._decoder)
+        except TransportError as error:
+            raise TransportError(f"{self.peer} (pid {self.peer_pid}): {error}") from error
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -109,8 +116,6 @@ class _Translate:
             raise TransportError(
                 f"the link to {self._peer} is broken: {error or 'it closed the connection'}"
             ) from error
-        if isinstance(error, msgspec.DecodeError):
-            raise TransportError(f"{self._peer} sent a malformed message: {error}") from error
 
 
 class Listener:

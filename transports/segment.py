@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import warnings
@@ -15,8 +16,10 @@ from weightsync.errors import TransportError
 
 def make_segment(nbytes: int) -> tuple[int, torch.Tensor]:
     """(file descriptor, its bytes as 1-D uint8). The memory lives as long as anybody has it open or mapped."""
-    fd = os.memfd_create("weightsync", os.MFD_CLOEXEC)
+    fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
+    # A segment that shrank would kill whoever reads it (SIGBUS).
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd, torch.frombuffer(_with_huge_pages(mmap.mmap(fd, nbytes)), dtype=torch.uint8)
 
 
@@ -26,7 +29,7 @@ class MappedSegment:
     def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
         size = os.fstat(fd).st_size
-        if size < nbytes:
+        if not 0 < nbytes <= size:
             os.close(fd)
             raise TransportError(f"a segment of {nbytes} bytes was announced, the descriptor has {size}")
         self._nbytes = nbytes

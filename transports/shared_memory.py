@@ -401,6 +401,8 @@ class SharedMemoryReceiver(ReceiverTransport):
                         )
                     return
                 case _:
+                    if fd is not None:
+                        os.close(fd)
                     raise TransportError(f"{self._channel.peer} sent {message}, expected a chunk")
 
     def _chunk(self, message: Chunk) -> WeightChunk:

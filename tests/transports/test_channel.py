@@ -13,9 +13,11 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import xxhash
 
 from weightsync.errors import TransportError, UpdateTimeoutError
 from weightsync.transports.channel import MAX_FRAME_BYTES, Channel, Listener, dial
+from weightsync.wire import pack
 
 
 class Text(msgspec.Struct, tag=True, frozen=True):
@@ -110,9 +112,19 @@ def test_an_oversized_frame_is_refused_before_it_is_read(raw: tuple[socket.socke
 def test_a_malformed_message_is_refused_with_the_senders_name(
     raw: tuple[socket.socket, Channel[Message]], body: bytes
 ) -> None:
+    body = xxhash.xxh3_64_digest(body) + body
     raw[0].sendall(struct.pack("<IB", len(body), 0) + body)
-    with pytest.raises(TransportError, match=r"the liar \(pid \d+\) sent a malformed message"):
+    with pytest.raises(TransportError, match=r"the liar \(pid \d+\): a malformed message came"):
         raw[1].receive(timeout_s=5)
+
+
+def test_a_damaged_message_is_refused_with_the_senders_name(raw: tuple[socket.socket, Channel[Message]]) -> None:
+    body = pack(Number(1))
+    for at in range(len(body)):
+        damaged = body[:at] + bytes([body[at] ^ 4]) + body[at + 1 :]
+        raw[0].sendall(struct.pack("<IB", len(damaged), 0) + damaged)
+        with pytest.raises(TransportError, match=r"the liar \(pid \d+\): .*damaged"):
+            raw[1].receive(timeout_s=5)
 
 
 def test_a_descriptor_that_was_not_announced_is_refused_and_closed(
@@ -120,7 +132,7 @@ def test_a_descriptor_that_was_not_announced_is_refused_and_closed(
 ) -> None:
     fd = os.memfd_create("test")
     before = open_files()
-    body = msgspec.msgpack.encode(Number(1))
+    body = pack(Number(1))
     socket.send_fds(raw[0], [struct.pack("<IB", len(body), 0) + body], [fd])
     with pytest.raises(TransportError, match="not of this channel"):
         raw[1].receive(timeout_s=5)
@@ -132,7 +144,7 @@ def test_a_descriptor_of_a_malformed_message_is_closed(raw: tuple[socket.socket,
     fd = os.memfd_create("test")
     before = open_files()
     socket.send_fds(raw[0], [struct.pack("<IB", 1, 1) + b"\xc1"], [fd])
-    with pytest.raises(TransportError, match="malformed"):
+    with pytest.raises(TransportError, match="damaged"):
         raw[1].receive(timeout_s=5)
     assert open_files() == before
     os.close(fd)
@@ -146,7 +158,7 @@ def test_a_frame_that_ends_half_way_is_a_broken_link(raw: tuple[socket.socket, C
 
 
 def test_a_frame_that_comes_byte_by_byte_is_read(raw: tuple[socket.socket, Channel[Message]]) -> None:
-    body = msgspec.msgpack.encode(Text("slow"))
+    body = pack(Text("slow"))
 
     def drip() -> None:
         for byte in struct.pack("<IB", len(body), 0) + body:
