@@ -22,9 +22,31 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
 }
 
 
+_registered: dict[str, tuple[type[SenderTransport], type[ReceiverTransport]]] = {}
+
+
+def register_transport(name: str, sender: type[SenderTransport], receiver: type[ReceiverTransport]) -> None:
+    """Make a transport known in this process, in place of one of the same name. Every rank's process must know it.
+
+    Raises:
+        ConfigError: one of them is no subclass of the ABC.
+    """
+    for kind, base in ((sender, SenderTransport), (receiver, ReceiverTransport)):
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            raise ConfigError(f"transport {name!r}: {kind!r} is no subclass of {base.__name__}", key="transport")
+    _registered[name] = sender, receiver
+
+
+def unregister_transport(name: str) -> None:
+    """Forget what `register_transport` made known; a built-in one of that name is known again."""
+    _registered.pop(name, None)
+
+
 def transport_names() -> list[str]:
     """All known names, third parties' included."""
-    return sorted(_BUILT_IN.keys() | {point.name for point in entry_points(group="weightsync.transports")})
+    return sorted(
+        _BUILT_IN.keys() | _registered.keys() | {point.name for point in entry_points(group="weightsync.transports")}
+    )
 
 
 def check_transport(name: str) -> None:
@@ -43,6 +65,8 @@ def transport_classes(name: str) -> tuple[type[SenderTransport], type[ReceiverTr
     Raises:
         ConfigError: no transport has this name; the known ones are listed.
     """
+    if name in _registered:
+        return _registered[name]
     if name in _BUILT_IN:
         sender, receiver = map(pkgutil.resolve_name, _BUILT_IN[name])
         return sender, receiver

@@ -110,8 +110,9 @@ class Session:
             )
             for party in parties
         }
-        for party, replies in self._calls.ask(requests).items():
-            ranks = tuple(reply for reply in replies if isinstance(reply, m.ReceiverOpened))
+        answers = self._calls.ask(requests)
+        for party in parties:
+            ranks = tuple(reply for reply in answers[party] if isinstance(reply, m.ReceiverOpened))
             poisoned = ", ".join(rank.load.rank for rank in ranks if rank.poisoned)
             self.engines[party] = Engine(ranks, poisoned=f"{poisoned} held mixed weights" if poisoned else "")
 
@@ -122,6 +123,10 @@ class Session:
         self._links = Links(self._calls, self._config, first_id=self._links.next_id)
         self._link(list(self.engines))
         self._linked = True
+
+    def relink_next(self) -> None:
+        """Make the links anew at the next update, in a new epoch."""
+        self._linked = False
 
     def _link(self, parties: list[str]) -> tuple[int, ...]:
         """Open links to some engines beside those that are open; returns their ids."""

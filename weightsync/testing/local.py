@@ -45,8 +45,12 @@ class LocalFleet:
         self.engines.append(party)
         self._start(party, handler)
         if restart is not None:
-            self._restarts[party] = restart
+            self.add_restart(party, restart)
         return party
+
+    def add_restart(self, party: str, restart: Callable[[], Handler]) -> None:
+        """How `reopen` brings a party back."""
+        self._restarts[party] = restart
 
     def _start(self, party: str, handler: Handler) -> None:
         inbox = self._inbox[party] = queue.Queue()

@@ -1,0 +1,415 @@
+"""Ranks without weights and links without bytes, which answer `messages` as the real ones do.
+
+In place of weights an engine's rank holds one number per trainer, its content; a link is a `Wire` that both ends look
+at. Nothing blocks: a call that would wait is answered None, and is asked about again with `proceed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from weightsync import messages as m
+from weightsync.config import SyncConfig
+from weightsync.errors import AgreementError, ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
+from weightsync.fence import Fence
+from weightsync.identity import Identity
+from weightsync.manifest import Manifest, TensorMeta
+from weightsync.report import LoadSummary
+
+FIRST = 0
+"""Content that an engine starts with."""
+MIXED = -1
+"""Content of what was loaded in part."""
+
+
+class Clock:
+    """Virtual time; stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+@dataclass(slots=True)
+class Stream:
+    """One version on its way."""
+
+    version: int
+    content: int
+    began: float
+    ends: float
+    """When the last of it comes; all has come by then if `whole`."""
+    whole: bool
+
+    def arrived(self, now: float) -> bool:
+        return self.whole and now >= self.ends
+
+    def progress(self, now: float) -> int:
+        return int(1e6 * (min(now, self.ends) - self.began))
+
+
+@dataclass(slots=True)
+class Wire:
+    """One link, seen from both ends."""
+
+    sender: int
+    num_receivers: int
+    connected: int = 0
+    broken: bool = False
+    stream: Stream | None = None
+
+
+@dataclass(slots=True)
+class Wires:
+    """All links, by token, and how long a transfer takes."""
+
+    clock: Clock
+    transfer_s: float
+    by_token: dict[str, Wire] = field(default_factory=dict)
+
+
+class SimulatedTrainer:
+    """A `SenderRank` that holds one tensor, "w3" for trainer 3."""
+
+    def __init__(self, index: int, pid: int, wires: Wires) -> None:
+        self.content = FIRST
+        self.flaw = ""
+        """In the next call: "fails", or "stalls" (the transfer stops half way)."""
+        self.fence = Fence()
+        self.version = 0
+        self._name, self._identity, self._wires = f"trainer {index}", simulated_identity(pid), wires
+        self._held = Manifest((TensorMeta(f"w{index}", "float32", (1,)),))
+        self._config = SyncConfig()
+        self._manifest: Manifest | None = None
+        self._links: dict[int, tuple[m.LinkPlan, Wire]] = {}
+        self._connecting: float | None = None
+        self._sending: tuple[tuple[int, ...], Stream] | None = None
+
+    def handle(self, call: m.Call) -> list[m.Reply]:
+        try:
+            self.fence.admit(call)
+            if self.flaw == "fails":
+                raise WeightSyncError("its source broke")
+            return [self._answer(call.request)]
+        except WeightSyncError as error:
+            return [m.Failed(error=ErrorInfo.of(error, rank=self._name))]
+
+    def proceed(self) -> list[m.Reply]:
+        raise AssertionError("a trainer answers at once")
+
+    def _answer(self, request: m.Request) -> m.Reply:
+        match request:
+            case m.Describe():
+                self._config = request.config
+                return m.Description(
+                    identity=self._identity, manifest=self._held, version=self.version, epoch=self.fence.epoch
+                )
+            case m.OpenSender():
+                return self._open(request)
+            case m.Connect():
+                self._connecting = self._wires.clock.now
+                return self._poll()
+            case m.Prepare():
+                if self._manifest is None or self._connecting is not None:
+                    raise TransportError("the links are not open")
+                return m.Prepared(
+                    version=self.version,
+                    epoch=self.fence.epoch,
+                    manifest_digest=self._manifest.digest,
+                    plan_digest=m.plan_digest(plan for plan, _ in self._links.values()),
+                )
+            case m.Transfer():
+                return self._send(request)
+            case m.Poll():
+                return self._poll()
+            case m.Commit():
+                self.version = request.version
+            case m.Abort():
+                self.drop_links(request.links)
+            case m.Close():
+                self.drop_links()
+            case _:
+                raise WeightSyncError(f"a trainer cannot handle {type(request).__name__}")
+        return m.Ok()
+
+    def _open(self, request: m.OpenSender) -> m.SenderOpened:
+        if not request.keep:
+            self.drop_links()
+        self._manifest = request.manifest
+        for plan in request.links:
+            wire = self._wires.by_token[plan.token] = Wire(plan.sender, plan.num_receivers)
+            self._links[plan.id] = (plan, wire)
+        return m.SenderOpened(addresses=(b"",) * len(request.links), stable=(True,) * len(request.links))
+
+    def _send(self, request: m.Transfer) -> m.Reply:
+        now, seconds, whole = self._wires.clock.now, self._wires.transfer_s, self.flaw != "stalls"
+        stream = Stream(request.version, self.content, now, now + (seconds if whole else seconds / 2), whole)
+        self._sending = self._ids(request.links), stream
+        for id in self._sending[0]:
+            self._links[id][1].stream = stream
+        return self._poll()
+
+    def _poll(self) -> m.Reply:
+        now = self._wires.clock.now
+        if self._connecting is not None:
+            return self._wait_connected(now - self._connecting)
+        if self._sending is None:
+            raise WeightSyncError("nothing is under way")
+        ids, stream = self._sending
+        if any(self._links[id][1].broken for id in ids):
+            raise TransportError("a link broke")
+        if not stream.arrived(now):
+            return m.Pending(progress=stream.progress(now), doing="sends")
+        self._sending = None
+        return m.Sent(
+            nbytes=4, content_digests=dict.fromkeys(ids, stream.content), changed_values=None, seconds=now - stream.began
+        )
+
+    def _wait_connected(self, waited_s: float) -> m.Reply:
+        wires = [wire for _, wire in self._links.values()]
+        if all(wire.connected == wire.num_receivers for wire in wires):
+            self._connecting = None
+            return m.Ok()
+        if any(wire.broken for wire in wires) or waited_s > self._config.timeout_s:
+            raise TransportError("a receiver did not connect")
+        return m.Pending(doing="waits for receivers")
+
+    def drop_links(self, ids: tuple[int, ...] | None = None) -> None:
+        for id in self._ids(ids):
+            self._links.pop(id)[1].broken = True
+        self._sending = self._connecting = None
+        if not self._links:
+            self._manifest = None
+
+    def _ids(self, ids: tuple[int, ...] | None) -> tuple[int, ...]:
+        return tuple(id for id in self._links if ids is None or id in ids)
+
+
+class SimulatedRank:
+    """A `ReceiverRank`."""
+
+    def __init__(self, rank: int, pid: int, wires: Wires) -> None:
+        self.weights: dict[int, int] = {}
+        """Trainer -> content."""
+        self.version = 0
+        self.poisoned = False
+        self.applied = False
+        """Holds new weights that were not committed yet."""
+        self.flaw = ""
+        self.fence = Fence()
+        self._name, self._rank = f"engine rank {rank}", rank
+        self._identity, self._wires = simulated_identity(pid), wires
+        self._config = SyncConfig()
+        self._manifest: Manifest | None = None
+        self._plan_digest = ""
+        self._links: list[tuple[m.LinkPlan, Wire]] = []
+        self._connecting = False
+        self._receiving: int | None = None
+        """The version."""
+        self._began = 0.0
+        self._garbled = False
+
+    def handle(self, call: m.Call) -> m.Reply | None:
+        try:
+            self.fence.admit(call)
+            if self.flaw == "fails" and not isinstance(call.request, m.Apply):
+                raise WeightSyncError("it broke")
+            return self._answer(call.request)
+        except WeightSyncError as error:
+            return self._failed(error)
+
+    def proceed(self, request: m.Request) -> m.Reply | None:
+        try:
+            return self._answer(request)
+        except WeightSyncError as error:
+            return self._failed(error)
+
+    def _failed(self, error: WeightSyncError) -> m.Failed:
+        return m.Failed(error=ErrorInfo.of(error, rank=self._name), poisoned=self.poisoned)
+
+    def _answer(self, request: m.Request) -> m.Reply | None:
+        match request:
+            case m.OpenReceiver():
+                return self._open(request)
+            case m.Connect():
+                return self._connect(request)
+            case m.Prepare():
+                if self._manifest is None or not self._links:
+                    raise TransportError("the links are not open")
+                return m.Prepared(
+                    version=self.version,
+                    epoch=self.fence.epoch,
+                    manifest_digest=self._manifest.digest,
+                    plan_digest=self._plan_digest,
+                    poisoned=self.poisoned,
+                )
+            case m.Transfer():
+                self._receiving, self._began = request.version, self._wires.clock.now
+                self._connecting = self.applied = False
+                self._garbled = self.flaw == "garbles"
+                return self._poll()
+            case m.Poll():
+                return self._poll()
+            case m.Apply():
+                return self._apply(request.version)
+            case m.Commit():
+                self._commit(request.version)
+                return m.Ok()
+            case m.Abort() | m.Close():
+                self.drop_links()
+                return m.Ok(poisoned=self.poisoned)
+            case _:
+                raise WeightSyncError(f"an engine cannot handle {type(request).__name__}")
+
+    def _open(self, request: m.OpenReceiver) -> m.ReceiverOpened:
+        if self.applied and self._receiving == request.decided:
+            self._commit(request.decided)
+        self.drop_links()
+        self._name = f"engine {request.engine} rank {self._rank}"
+        self._config, self._manifest = request.config, request.manifest
+        return m.ReceiverOpened(
+            identity=self._identity,
+            rank=self._rank,
+            load=LoadSummary(rank=self._name, num_groups=1),
+            order=tuple(meta.name for meta in request.manifest.tensors),
+            version=self.version,
+            epoch=self.fence.epoch,
+            poisoned=self.poisoned,
+        )
+
+    def _connect(self, request: m.Connect) -> m.Reply:
+        self.drop_links()
+        self._plan_digest = m.plan_digest(request.links)
+        self._connecting = True
+        for link in request.links:
+            if self._rank in link.receiver:
+                wire = self._wires.by_token[link.plan.token]
+                wire.connected += 1
+                self._links.append((link.plan, wire))
+        return self._poll()
+
+    def _poll(self) -> m.Reply:
+        if self._connecting:
+            if any(wire.broken for _, wire in self._links):
+                raise TransportError("the sender is gone")
+            return m.Ok()
+        if self._receiving is None:
+            raise WeightSyncError("nothing is under way")
+        return self._vote() if self._whole(self._began) else m.Pending(progress=self._progress(), doing="receives")
+
+    def _whole(self, since: float) -> bool:
+        """Whether all has come; raises when nothing more will, or nothing came for too long."""
+        now = self._wires.clock.now
+        streams = [wire.stream for _, wire in self._links if wire.stream and wire.stream.version == self._receiving]
+        if len(streams) == len(self._links) and all(stream.arrived(now) for stream in streams):
+            return True
+        if any(wire.broken for _, wire in self._links):
+            raise TransportError("a link broke")
+        if now - max([since, *(min(now, stream.ends) for stream in streams)]) > self._config.timeout_s:
+            raise UpdateTimeoutError("nothing comes any more")
+        return False
+
+    def _progress(self) -> int:
+        now = self._wires.clock.now
+        return sum(
+            wire.stream.progress(now)
+            for _, wire in self._links
+            if wire.stream and wire.stream.version == self._receiving
+        )
+
+    def _vote(self) -> m.Vote:
+        held = {plan.id: wire.stream.content + self._garbled for plan, wire in self._links if wire.stream}
+        return m.Vote(nbytes=4 * len(held), content_digests=held, peak_staging_bytes=0, seconds=0.0)
+
+    def _apply(self, version: int) -> m.Applied | None:
+        """None: the rest has yet to come."""
+        if self._receiving != version:
+            raise WeightSyncError(f"version {version} was not received, it cannot be applied")
+        try:
+            if not self._whole(self._began):
+                return None
+            if self.flaw == "fails":
+                raise WeightSyncError("out of memory")
+        except WeightSyncError:
+            if self._progress():
+                self.poisoned, self.weights = True, {wire.sender: MIXED for _, wire in self._links}
+            raise
+        vote = self._vote()
+        self.weights = {plan.sender: vote.content_digests[plan.id] for plan, _ in self._links}
+        self.applied = True
+        return m.Applied(vote=vote, seconds=0.0, reloads=1)
+
+    def _commit(self, version: int) -> None:
+        if self._receiving != version or not self.applied:
+            raise WeightSyncError(f"version {version} was not applied, it cannot be committed")
+        self._receiving, self.applied, self.poisoned, self.version = None, False, False, version
+
+    def drop_links(self) -> None:
+        self.poisoned = self.poisoned or self.applied
+        for _, wire in self._links:
+            wire.broken = True
+        self._links = []
+        self._receiving, self.applied, self._connecting = None, False, False
+
+
+class SimulatedEngine:
+    """All ranks of an engine that generates during updates, and is held from apply to commit."""
+
+    def __init__(self, num_ranks: int, pid: int, wires: Wires) -> None:
+        self.ranks = [SimulatedRank(rank, pid, wires) for rank in range(num_ranks)]
+        self.fence = Fence()
+        self.held = False
+        """Paused: serves nobody."""
+        self.flaw = ""
+        """In the next call, of its last rank: "fails" (in apply half way), or "garbles" (a wrong byte comes); of all its
+        ranks: "unsure" (they do what they are asked, and the answer is that it failed)."""
+        self._call: m.Call | None = None
+        self._replies: list[m.Reply | None] = []
+
+    def handle(self, call: m.Call) -> list[m.Reply] | None:
+        """None: some rank is still at it; then ask `proceed`, and nothing else."""
+        try:
+            self.fence.admit(call)
+        except AgreementError as error:
+            return [m.Failed(error=ErrorInfo.of(error))]
+        if isinstance(call.request, m.Apply):
+            self.held = True
+        self.ranks[-1].flaw = self.flaw
+        self._call, self._replies = call, [rank.handle(call) for rank in self.ranks]
+        return self._collected(call.request)
+
+    def proceed(self) -> list[m.Reply] | None:
+        assert self._call is not None
+        request = self._call.request
+        self._replies = [reply or rank.proceed(request) for rank, reply in zip(self.ranks, self._replies, strict=True)]
+        return self._collected(request)
+
+    def _collected(self, request: m.Request) -> list[m.Reply] | None:
+        replies = [reply for reply in self._replies if reply is not None]
+        if len(replies) < len(self.ranks):
+            return None
+        if self.flaw == "unsure":
+            replies = [m.Failed(error=ErrorInfo.of(WeightSyncError("its workers did not answer")))]
+        ends = isinstance(request, m.Commit | m.Close) or (isinstance(request, m.Abort) and not request.hold)
+        if ends and all(isinstance(reply, m.Ok) and not reply.poisoned for reply in replies):
+            self.held = False
+        return replies
+
+    def drop_links(self) -> None:
+        """Its process is gone."""
+        for rank in self.ranks:
+            rank.drop_links()
+
+
+def simulated_identity(pid: int) -> Identity:
+    return Identity(host="simulated", pid=pid, machine="simulated", weightsync="1", torch="2.0", python="3", started=1)
+
+
+def content_of(engine: SimulatedEngine) -> Iterable[tuple[int, dict[int, int]]]:
+    """(version, weights) of each rank."""
+    return [(rank.version, rank.weights) for rank in engine.ranks]
