@@ -27,9 +27,9 @@ class Coordinator:
         """Idempotent."""
         if self._session is not None:
             return
-        self._fleet.open_sides()
         session = Session(self._fleet, self._config)
         try:
+            self._fleet.open_sides()
             session.open()
         except BaseException:
             session.close()
