@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from weightsync.testing.models import tiny_moe
+
 # Read by vLLM and Ray when they are imported, here and in the processes they start.
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -59,36 +61,12 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def _make_moe(seed: int, folder: Path) -> Weights:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
 @pytest.fixture(scope="session")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of two random tiny Qwen3-MoE models of one shape."""
     folders = (tmp_path_factory.mktemp("moe-old"), tmp_path_factory.mktemp("moe-new"))
     for seed, folder in enumerate(folders):
-        torch.save(_make_moe(seed + 1, folder), folder / "memory.pt")
+        torch.save(tiny_moe(seed + 1, folder), folder / "memory.pt")
     return folders
 
 

@@ -10,6 +10,7 @@ Collectives run on the thread that calls `connect`, `send` or `receive`, and eve
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -65,6 +66,8 @@ class _Group:
         self._aborted = False
         timeout = timedelta(seconds=context.timeout_s)
         try:
+            if rank != 0:  # the store's own client tries for the whole bound where nobody listens, and cannot be aborted
+                socket.create_connection((address.host, address.port), context.timeout_s).close()
             # Kept until the end: rank 0's store serves the others.
             self._store: dist.TCPStore | None = dist.TCPStore(
                 address.host, address.port, is_master=rank == 0, timeout=timeout, wait_for_workers=False
@@ -131,7 +134,8 @@ class _Group:
         try:
             work.wait()
         except Exception as error:
-            raise TransportError(f"{self._who} is broken at {what} ({error}); a peer died or left") from error
+            reason = str(error).partition(" This is typically")[0]
+            raise TransportError(f"{self._who} is broken at {what} ({reason}); a peer died or left") from error
 
     def abort(self) -> None:
         self._aborted = True
@@ -146,8 +150,6 @@ class _Group:
 
 def node_host(peer_host: str) -> str:
     """The address of this node from which *peer_host* is reached."""
-    import socket
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((peer_host, 9))  # a datagram socket: sends nothing, only chooses the interface

@@ -205,12 +205,14 @@ class Campaign:
 
     def __enter__(self) -> Self:
         try:
+            for party in self._parties.values():
+                party.ask(look)  # an engine may take long to start
             self._connect()
             for seed in (0, 1, 0):
                 self._parties["trainer 0"].ask(hold, seed)
                 self._update()
-                for party in ("engine 0", "engine 1"):
-                    self._known.setdefault(party, []).append(self._parties[party].ask(look))
+                for name in ("engine 0", "engine 1"):
+                    self._known.setdefault(name, []).append(self._parties[name].ask(look))
             exact = [digests(self._weights(seed)) for seed in (0, 1)]
             assert self._known["engine 0"][:2] == exact
             assert all(known[0] == known[2] != known[1] for known in self._known.values())

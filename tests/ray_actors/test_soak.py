@@ -1,0 +1,156 @@
+"""200 updates, a random fault in every fifth: each committed one is bit-exact, and nothing grows."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import weightsync as ws
+from weightsync.testing.faults import Fault
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+
+UPDATES = int(os.environ.get("WEIGHTSYNC_SOAK_UPDATES", "200"))
+FAULTS = [
+    *(("trainer", Fault(action=action, place="tensor", nth=1, seconds=0.05)) for action in ("drop", "raise", "flip", "delay")),
+    *(
+        ("engine", Fault(action=action, place="chunk", seconds=0.05))
+        for action in ("drop", "flip", "truncate", "duplicate", "reorder", "raise")
+    ),
+    ("engine", Fault(action="raise", place="group", nth=1)),
+    ("engine", Fault(action="kill", place="group", nth=1)),
+    ("engine", Fault(action="kill", place="chunk")),
+    ("trainer", Fault(action="kill", place="tensor", nth=2)),
+    ("engine", Fault(action="stop", place="chunk")),
+]  # fmt: skip
+
+
+class Model:
+    """A trainer or an engine, in whose process faults can be armed."""
+
+    def __init__(self) -> None:
+        from weightsync.engines.torch_module import TorchModuleAdapter
+        from weightsync.testing.faults import Faults, FaultyAdapter, faulty_transports
+
+        self.faults = faults = Faults()
+        self.registered = faulty_transports(self.faults, ["shared_memory", "broadcast"])
+        self.registered.__enter__()
+        plain = TorchModuleAdapter.apply
+
+        class Plain:
+            def __init__(self, adapter: Any) -> None:
+                self.apply = lambda groups: plain(adapter, groups)
+
+        TorchModuleAdapter.apply = lambda adapter, groups: FaultyAdapter(Plain(adapter), faults).apply(groups)  # type: ignore[method-assign, assignment, arg-type]
+        self.model = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
+
+    def set(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.randn_like(parameter))
+
+    def arm(self, *faults: Fault) -> None:
+        self.faults.arm(*faults)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: t.clone() for name, t in self.model.state_dict().items()}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def size(self) -> tuple[int, int, int, int]:
+        return size(self)
+
+
+def size(actor: Any = None) -> tuple[int, int, int, int]:
+    """Open files, threads, MiB, and Ray objects that this process refers to."""
+    core = ray._private.worker.global_worker.core_worker
+    with open("/proc/self/statm") as file:
+        mib = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), mib, len(core.get_all_reference_counts())
+
+
+def settled(actor: Any) -> None:
+    """Wait until a process that died is back."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            ray.get(actor.arm.remote(), timeout=30)
+            return
+        except ray.exceptions.RayActorError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+def test_two_hundred_updates_with_a_fault_in_every_fifth_leave_everything_flat(transport: str) -> None:
+    dice = random.Random(transport)
+    trainer, *engines = (ray.remote(Model).options(num_cpus=0.1, max_restarts=-1).remote() for _ in range(3))
+    actors = [trainer, *engines]
+    ray.get([actor.pid.remote() for actor in actors])
+    config = {"timeout_s": 2, "transport": transport}
+    segments = len(os.listdir("/dev/shm"))
+    failed = committed = 0
+    sizes: list[Any] = []
+    with ws.connect(trainers=[trainer], engines=engines, source="model", target="model", config=config) as sync:
+        version = sync.version
+        for round_ in range(UPDATES // 2):
+            ray.get(trainer.set.remote(round_))
+            fault = None
+            if round_ % 5 == 4:
+                who, fault = dice.choice(FAULTS)
+                victim = trainer if who == "trainer" else dice.choice(engines)
+                pid = ray.get(victim.pid.remote())
+                ray.get(victim.arm.remote(fault))
+                if fault.action == "stop":
+                    threading.Timer(3.5, os.kill, (pid, signal.SIGCONT)).start()
+            try:
+                report = sync.update()
+            except ws.WeightSyncError:
+                if fault is None:
+                    raise
+                failed += 1
+            else:
+                assert report.version > version
+                version = report.version
+                committed += 1
+                assert exact(trainer, engines), f"version {version} is not exact"
+            if fault is not None:
+                for actor in actors:
+                    settled(actor)
+                ray.get(trainer.set.remote(round_ + 10_000))
+                version = sync.update().version
+                committed += 1
+                assert exact(trainer, engines), f"the retry after {fault} is not exact"
+            if round_ in (UPDATES // 8, UPDATES // 2 - 1):
+                time.sleep(2 * sync.config.timeout_s)  # what gloo was given up for ends at its bound
+                coordinator = sync._coordinator.__ray_call__.remote(size)
+                sizes.append(ray.get([coordinator, *(actor.size.remote() for actor in actors)]))
+        assert sync.version == version
+    assert failed > 0
+    assert committed >= UPDATES // 2
+    for before, after in zip(*sizes, strict=True):
+        files, threads, mib, objects = (b - a for a, b in zip(before, after, strict=True))
+        assert files <= 8, (before, after)
+        assert threads <= 6, (before, after)
+        assert mib <= 24, (before, after)
+        assert objects <= 8, (before, after)
+    assert len(os.listdir("/dev/shm")) <= segments + 1
+    assert not list(Path("/dev/shm").glob("weightsync*"))
+    for actor in actors:
+        ray.kill(actor)
+
+
+def exact(trainer: Any, engines: list[Any]) -> bool:
+    wanted, *held = ray.get([actor.weights.remote() for actor in (trainer, *engines)])
+    return all(torch.equal(wanted[name], one[name]) for one in held for name in wanted)
