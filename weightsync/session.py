@@ -6,19 +6,20 @@ Talks to the parties through a `Fleet`; knows neither Ray nor any engine or tran
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from weightsync import messages as m
-from weightsync.blame import explain, find_unwell
+from weightsync.blame import explain
 from weightsync.calls import Calls
 from weightsync.chunk import aligned
 from weightsync.config import SyncConfig
+from weightsync.drive import drive
 from weightsync.errors import (
     AgreementError,
     ConfigError,
@@ -30,32 +31,15 @@ from weightsync.errors import (
     UpdateTimeoutError,
     WeightSyncError,
 )
-from weightsync.identity import Identity, check_versions
 from weightsync.interfaces import Fleet
 from weightsync.links import Links
-from weightsync.manifest import Manifest
-from weightsync.plan import assign_owners, merge_manifests
+from weightsync.members import Engine, Members
 from weightsync.report import UpdateReport
 from weightsync.summary import summarize
-from weightsync.update import Command, UpdateMachine
+from weightsync.update import UpdateMachine
 from weightsync.versions import VersionLog
 
-T = TypeVar("T")
-
-_TICK_S = 0.05
 _RETRIABLE = (TransportError, UpdateTimeoutError, DigestError, EnginePoisonedError)
-
-
-@dataclass(slots=True)
-class Engine:
-    """An engine that takes part."""
-
-    ranks: tuple[m.ReceiverOpened, ...]
-    linked: bool = False
-    admitted: bool = False
-    """Has committed the last version."""
-    poisoned: str = ""
-    """Why it holds mixed weights."""
 
 
 class Session:
@@ -67,15 +51,17 @@ class Session:
         self._fleet = fleet
         self._calls = Calls(fleet, timeout_s=config.timeout_s)
         self._log = VersionLog(Path(config.version_log) if config.version_log else None)
-        self._manifest: Manifest | None = None
-        self._trainers: list[m.Description] = []
-        self._owned: list[tuple[str, ...]] = []
-        self.engines: dict[str, Engine] = {}
+        self._members = Members(self._calls, fleet, config)
         self._links = Links(self._calls, config)
         self._content: dict[tuple[int, str], int] = {}
         """(trainer, transport) -> content digest of the committed version."""
         self._linked = False
         self.version = 0
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By name; those that take part."""
+        return self._members.engines
 
     @property
     def epoch(self) -> int:
@@ -86,40 +72,16 @@ class Session:
 
     def open(self) -> None:
         """Agree on the manifest, record every load map, connect all links."""
-        described = self._calls.ask({party: m.Describe(config=self._config) for party in self._fleet.trainers})
-        self._trainers = [_only(described[party], m.Description) for party in self._fleet.trainers]
-        self._manifest = merge_manifests([description.manifest for description in self._trainers])
-        self._open_engines(*self._fleet.engines)
-        check_versions(self._identities())
-        ranks = [rank for engine in self.engines.values() for rank in engine.ranks]
-        self.version = max(self._log.committed, *(d.version for d in self._trainers), *(r.version for r in ranks))
-        for engine in self.engines.values():
-            engine.admitted = all(rank.version == self.version and not rank.poisoned for rank in engine.ranks)
-        self._calls.epoch = max(self._log.epoch, *(d.epoch for d in self._trainers), *(r.epoch for r in ranks))
-        self._owned = assign_owners(self._manifest, [d.manifest for d in self._trainers], ranks[0].order)
+        self._members.open(decided=self._log.decided)
+        self.version = max(self._log.committed, *self._members.versions)
+        self._members.admit(self.version)
+        self._calls.epoch = max(self._log.epoch, *self._members.epochs)
         self._relink()
-
-    def _open_engines(self, *parties: str) -> None:
-        assert self._manifest is not None
-        requests = {
-            party: m.OpenReceiver(
-                config=self._config,
-                manifest=self._manifest,
-                engine=int(party.rpartition(" ")[2]),
-                decided=self._log.decided,
-            )
-            for party in parties
-        }
-        answers = self._calls.ask(requests)
-        for party in parties:
-            ranks = tuple(reply for reply in answers[party] if isinstance(reply, m.ReceiverOpened))
-            poisoned = ", ".join(rank.load.rank for rank in ranks if rank.poisoned)
-            self.engines[party] = Engine(ranks, poisoned=f"{poisoned} held mixed weights" if poisoned else "")
 
     def _relink(self) -> None:
         """Open every link, afresh, in a new epoch."""
         self._calls.epoch += 1
-        self._log.write("epoch", version=self._log.decided, epoch=self.epoch)
+        self._write("epoch", self._log.decided)
         self._links = Links(self._calls, self._config, first_id=self._links.next_id)
         self._link(list(self.engines))
         self._linked = True
@@ -130,11 +92,10 @@ class Session:
 
     def _link(self, parties: list[str]) -> tuple[int, ...]:
         """Open links to some engines beside those that are open; returns their ids."""
-        assert self._manifest is not None
         ids = self._links.open(
-            self._manifest,
-            dict(zip(self._fleet.trainers, self._trainers, strict=True)),
-            self._owned,
+            self._members.manifest,
+            self._members.trainers,
+            self._members.owned,
             {party: self.engines[party].ranks for party in parties},
         )
         for party in parties:
@@ -149,7 +110,6 @@ class Session:
         After a failure: a party that was restarted is opened again, an engine that is gone is left out where the config
         says so, and what a retry can cure is tried again, `retries` times; each time from the start.
         """
-        assert self._manifest is not None, "update before open"
         failures: list[str] = []
         lost: list[str] = []
         reopened: set[str] = set()
@@ -158,66 +118,31 @@ class Session:
             try:
                 report = self._attempt(last=retries == 0)
             except WeightSyncError as error:
-                unwell = find_unwell(self._identities(), self._fleet.process_state)
-                explain(error, unwell, self._identities())
-                gone = self._gone(unwell)
+                explain(error, self._members.unwell(), self._members.identities())
                 if isinstance(error, RestartedError) and error.rank and error.rank not in reopened:
                     reopened.add(error.rank)
-                    self._reopen(error.rank)
-                elif gone and self._config.on_lost_engine == "remove" and len(gone) < len(self.engines):
-                    for party in gone:
-                        self.remove_engine(party)
-                    lost += gone
+                    self._linked = False
+                    self._members.reopen(error.rank, decided=self._log.decided)
+                elif dropped := self._drop_lost():
+                    lost += dropped
                 elif retries and isinstance(error, _RETRIABLE):
                     retries -= 1
                 else:
                     raise
                 failures.append(str(error))
                 continue
-            lost += self._drop_dead(report)
+            if report.poisoned:
+                lost += self._drop_lost()
             return msgspec.structs.replace(report, failed_attempts=tuple(failures), lost=tuple(lost))
 
-    def _drop_dead(self, report: UpdateReport) -> list[str]:
-        """Engines that died while the others took the version, where the config says to go on without them."""
-        if not report.poisoned or self._config.on_lost_engine != "remove":
+    def _drop_lost(self) -> list[str]:
+        """Leave engines out whose process is gone, where the config says so; not the last one."""
+        gone = self._members.gone() if self._config.on_lost_engine == "remove" else []
+        if len(gone) == len(self.engines):
             return []
-        gone = [
-            party
-            for party in self._gone(find_unwell(self._identities(), self._fleet.process_state))
-            if party in report.poisoned
-        ]
         for party in gone:
             self.remove_engine(party)
         return gone
-
-    def _gone(self, unwell: Mapping[str, str]) -> list[str]:
-        """Engines of which some rank's process is gone."""
-        return [
-            party
-            for party, engine in self.engines.items()
-            if any(unwell.get(rank.load.rank) == "gone" for rank in engine.ranks)
-        ]
-
-    def _reopen(self, party: str) -> None:
-        """Take a party in again whose process was restarted.
-
-        Raises:
-            AgreementError: a trainer holds other tensors than before.
-        """
-        self._linked = False
-        self._fleet.reopen(party)
-        if party in self.engines:
-            self._open_engines(party)
-            return
-        i = list(self._fleet.trainers).index(party)
-        described = _only(self._calls.ask({party: m.Describe(config=self._config)})[party], m.Description)
-        if described.manifest.digest != self._trainers[i].manifest.digest:
-            raise AgreementError(
-                f"{party} was restarted and holds other tensors than before; connect again",
-                rank=party,
-                field="manifest",
-            )
-        self._trainers[i] = described
 
     def _attempt(self, *, last: bool) -> UpdateReport:
         started = time.perf_counter()
@@ -235,20 +160,21 @@ class Session:
         self._drive(machine)
         self._linked = machine.error is None and not machine.poisoned
         self._note_outcome(machine)
-        if machine.phase == "failed" and not machine.poisoned:
-            assert machine.error is not None
-            raise machine.error
-        if machine.poisoned and (machine.phase == "failed" or self._config.on_failure == "raise" or not last):
-            gone_only = (
-                machine.phase != "failed" and self._config.on_lost_engine == "remove" and self._all_gone(machine)
-            )
-            if not gone_only:
-                raise _poisoned_error(machine)
+        if machine.error is not None:
+            self._raise(machine, machine.error, last=last)
         return self._report(machine, time.perf_counter() - started, joining, phases)
 
-    def _all_gone(self, machine: UpdateMachine) -> bool:
-        gone = self._gone(find_unwell(self._identities(), self._fleet.process_state))
-        return all(party in gone for party in machine.poisoned)
+    def _raise(self, machine: UpdateMachine, error: WeightSyncError, *, last: bool) -> None:
+        """What the config makes of an update that failed, for all or for some; returns where a report will do."""
+        if not machine.poisoned:
+            raise error
+        if machine.phase != "failed":
+            broken = list(machine.poisoned)
+            if self._config.on_lost_engine == "remove" and self._members.gone(among=broken) == broken:
+                return
+            if self._config.on_failure == "poison" and last:
+                return
+        raise _poisoned_error(machine)
 
     def _machine(
         self,
@@ -258,42 +184,35 @@ class Session:
         links: tuple[int, ...] | None = None,
         expected: Mapping[int, int] | None = None,
     ) -> UpdateMachine:
-        assert self._manifest is not None
-        senders = {self._links.plan(id).sender for id in links} if links is not None else range(len(self._trainers))
+        members = self._members
+        senders = {self._links.plan(id).sender for id in links} if links is not None else range(len(members.trainers))
         return UpdateMachine(
             version=version,
             epoch=self.epoch,
-            manifest_digest=self._manifest.digest,
-            trainers=[party for i, party in enumerate(self._fleet.trainers) if i in senders],
+            manifest_digest=members.manifest.digest,
+            trainers=[party for i, party in enumerate(members.trainers) if i in senders],
             engines=engines,
             staged=self._staged(engines),
             timeout_s=self._config.timeout_s,
-            plan_digests=self._links.digests(self._fleet.trainers, engines),
+            plan_digests=self._links.digests(members.trainers, engines),
             links=links,
             expected=expected,
         )
 
     def _note_outcome(self, machine: UpdateMachine) -> None:
-        """What the update has made of the engines."""
-        for party, why in machine.poisoned.items():
-            self.engines[party].poisoned, self.engines[party].admitted = str(why), False
+        self._members.note(machine, is_new=machine.version > self.version)
         if machine.phase == "failed":
             return
-        if machine.version > self.version:
-            for engine in self.engines.values():
-                engine.admitted = False
         self.version = machine.version
-        for party in machine.applied.keys() - machine.poisoned.keys():
-            self.engines[party].admitted, self.engines[party].poisoned = True, ""
-        self._log.write("commit", version=self.version, epoch=self.epoch)
+        with contextlib.suppress(WeightSyncError):  # the decision is on disk, which is all that matters after a crash
+            self._write("commit", self.version)
         for sent in machine.sent.values():
             for id, digest in sent.content_digests.items():
                 plan = self._links.plan(id)
                 self._content[plan.sender, plan.transport] = digest
 
     def _staged(self, engines: list[str]) -> bool:
-        assert self._manifest is not None
-        needed = sum(aligned(meta.nbytes) for meta in self._manifest.tensors)
+        needed = sum(aligned(meta.nbytes) for meta in self._members.manifest.tensors)
         fits = self._links.stable(engines) or needed <= self._config.staging_limit
         if self._config.apply == "staged" and not fits:
             raise StagingLimitError(
@@ -306,45 +225,18 @@ class Session:
         return fits if self._config.apply == "auto" else self._config.apply == "staged"
 
     def _drive(self, machine: UpdateMachine) -> None:
-        """Carry out what the machine asks for until it has finished."""
-        commands = machine.start(time.monotonic())
-        ticked = 0.0
-        while True:
-            if machine.decided and self._log.decided < machine.version:
-                commands = self._decide(machine, commands)
-            for command in commands:
-                self._calls.send(command.party, command.request)
-            if machine.finished:
-                return
-            commands = []
-            now = time.monotonic()
-            if now - ticked > _TICK_S:
-                ticked = now
-                commands += machine.on_tick(now)
-            if commands:
-                continue
-            for party, replies in self._calls.replies(_TICK_S):
-                if any(command.party == party for command in commands):  # superseded, though not sent yet
-                    continue
-                now = time.monotonic()
-                if isinstance(replies, WeightSyncError):
-                    commands += machine.on_error(party, replies, now)
-                else:
-                    commands += machine.on_reply(party, replies, now)
+        def note_decision() -> None:
+            if self._log.decided < machine.version:  # not where a late engine is brought to what is committed
+                self._write("decide", machine.version)
 
-    def _decide(self, machine: UpdateMachine, commands: list[Command]) -> list[Command]:
-        """Put the decision on disk before anybody hears of it; where the disk refuses, nothing was decided."""
+        drive(machine, self._calls, note_decision)
+
+    def _write(self, event: str, version: int) -> None:
+        """Raises WeightSyncError where the log cannot be written."""
         try:
-            self._log.write(
-                "decide",
-                version=machine.version,
-                epoch=self.epoch,
-                manifest_digest=self._manifest.digest,  # type: ignore[union-attr]
-            )
+            self._log.write(event, version=version, epoch=self.epoch, manifest_digest=self._members.manifest.digest)
         except OSError as error:
-            text = f"the version log cannot be written ({error}); version {machine.version} was given up"
-            return machine.give_up(WeightSyncError(text), time.monotonic())
-        return commands
+            raise WeightSyncError(f"version_log: {self._config.version_log} cannot be written ({error})") from error
 
     # ---- membership ---------------------------------------------------------------------------------------------
 
@@ -357,16 +249,12 @@ class Session:
         Raises:
             WeightSyncError: it cannot take part; nothing has changed.
         """
-        assert self._manifest is not None, "add_engine before open"
         try:
-            self._open_engines(party)
-            check_versions(self._identities())
+            self._members.open_engines(party, decided=self._log.decided)
             self._calls.epoch = max(self.epoch, *(rank.epoch for rank in self.engines[party].ranks))
             return self._catch_up(party) if self._linked and self.version else None
         except WeightSyncError:
-            self._calls.send(party, m.Close())
-            self.engines.pop(party, None)
-            self._fleet.remove(party)
+            self._members.remove(party)
             raise
 
     def _catch_up(self, party: str) -> UpdateReport | None:
@@ -374,7 +262,11 @@ class Session:
         engine = self.engines[party]
         if any(rank.version >= self.version for rank in engine.ranks) or not self._config.digest:
             return None
-        links = self._link([party])
+        try:
+            links = self._link([party])
+        except WeightSyncError:
+            self._linked = False  # the trainers may hold links that lead nowhere
+            raise
         plans = [self._links.plan(id) for id in links]
         expected = {
             p.id: self._content[p.sender, p.transport] for p in plans if (p.sender, p.transport) in self._content
@@ -403,19 +295,16 @@ class Session:
             raise ConfigError(f"{party} takes no part; there are {', '.join(self.engines)}", key="engine")
         if len(self.engines) == 1:
             raise ConfigError(f"{party} is the only engine; close the weight sync instead", key="engine")
-        self._calls.send(party, m.Close())
-        del self.engines[party]
-        self._fleet.remove(party)
+        self._members.remove(party)
         self._linked = False
 
     def _report(
         self, machine: UpdateMachine, seconds: float, joined: tuple[str, ...], phases: Mapping[str, float] | None = None
     ) -> UpdateReport:
-        assert self._manifest is not None
         return summarize(
             machine,
-            manifest=self._manifest,
-            trainers=dict(zip(self._fleet.trainers, (d.identity for d in self._trainers), strict=True)),
+            manifest=self._members.manifest,
+            trainers={party: described.identity for party, described in self._members.trainers.items()},
             engines={party: engine.ranks for party, engine in self.engines.items()},
             seconds=seconds,
             phases={**(phases or {}), **machine.phases},
@@ -425,23 +314,19 @@ class Session:
 
     # ---- telling ------------------------------------------------------------------------------------------------
 
-    def _identities(self) -> dict[str, Identity]:
-        ranks = {f"trainer {i}": description.identity for i, description in enumerate(self._trainers)}
-        return ranks | {rank.load.rank: rank.identity for engine in self.engines.values() for rank in engine.ranks}
-
     def status(self) -> dict[str, Any]:
         """Plain facts for people: version, epoch, parties, transports, what feeds nothing."""
         loads = [rank.load for engine in self.engines.values() for rank in engine.ranks]
         return {
             "version": self.version,
             "epoch": self.epoch,
-            "trainers": len(self._fleet.trainers),
+            "trainers": len(self._members.trainers),
             "engines": {party: len(engine.ranks) for party, engine in self.engines.items()},
             "admitted": [party for party, engine in self.engines.items() if engine.admitted],
             "poisoned": {party: engine.poisoned for party, engine in self.engines.items() if engine.poisoned},
             "transports": self._links.transports(),
-            "tensors": len(self._manifest.tensors) if self._manifest else 0,
-            "nbytes": self._manifest.nbytes if self._manifest else 0,
+            "tensors": len(self._members.manifest.tensors),
+            "nbytes": self._members.manifest.nbytes,
             "unmapped": {load.rank: load.unmapped for load in loads},
             "unfed": {load.rank: load.unfed for load in loads},
             "fallback": {load.rank: load.fallback for load in loads},
@@ -457,13 +342,6 @@ class Session:
         while parties and time.monotonic() < deadline:
             parties -= {party for party, _ in self._calls.replies(0.1)}
         self._log.close()
-
-
-def _only(replies: tuple[m.Reply, ...], kind: type[T]) -> T:
-    """The one reply of a party of one rank."""
-    (reply,) = replies
-    assert isinstance(reply, kind), reply
-    return reply
 
 
 def _poisoned_error(machine: UpdateMachine) -> EnginePoisonedError:

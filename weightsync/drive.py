@@ -1,0 +1,50 @@
+"""Carry out what an `UpdateMachine` asks for, until it has finished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from weightsync.calls import Calls
+from weightsync.errors import WeightSyncError
+from weightsync.update import Command, UpdateMachine
+
+_TICK_S = 0.05
+
+
+def drive(machine: UpdateMachine, calls: Calls, note_decision: Callable[[], None]) -> None:
+    """Returns when the machine has finished, well or not.
+
+    Args:
+        note_decision: called once, when the version is decided on and before anybody hears of it; where it raises, nothing
+            was decided and the update is given up.
+    """
+    commands = machine.start(time.monotonic())
+    noted, ticked = False, 0.0
+    while True:
+        if machine.decided and not noted:
+            noted = True
+            try:
+                note_decision()
+            except WeightSyncError as error:
+                commands = machine.give_up(error, time.monotonic())
+        for command in commands:
+            calls.send(command.party, command.request)
+        if machine.finished:
+            return
+        commands = _listen(machine, calls) if time.monotonic() - ticked < _TICK_S else []
+        if time.monotonic() - ticked >= _TICK_S:
+            ticked = time.monotonic()
+            commands += machine.on_tick(ticked)
+
+
+def _listen(machine: UpdateMachine, calls: Calls) -> list[Command]:
+    commands: list[Command] = []
+    for party, replies in calls.replies(_TICK_S):
+        if any(command.party == party for command in commands):  # superseded, though not sent yet
+            continue
+        if isinstance(replies, WeightSyncError):
+            commands += machine.on_error(party, replies, time.monotonic())
+        else:
+            commands += machine.on_reply(party, replies, time.monotonic())
+    return commands

@@ -1,0 +1,154 @@
+"""Who takes part in a weight sync: trainer ranks with what they hold, engines with where it lands, and how they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightsync import messages as m
+from weightsync.blame import find_unwell
+from weightsync.calls import Calls
+from weightsync.config import SyncConfig
+from weightsync.errors import AgreementError
+from weightsync.identity import Identity, check_versions
+from weightsync.interfaces import Fleet
+from weightsync.manifest import Manifest
+from weightsync.plan import assign_owners, merge_manifests
+from weightsync.update import UpdateMachine
+
+
+@dataclass(slots=True)
+class Engine:
+    """An engine that takes part."""
+
+    ranks: tuple[m.ReceiverOpened, ...]
+    linked: bool = False
+    admitted: bool = False
+    """Has committed the last version."""
+    poisoned: str = ""
+    """Why it holds mixed weights."""
+
+
+class Members:
+    """The parties as they described themselves. Not thread-safe."""
+
+    def __init__(self, calls: Calls, fleet: Fleet, config: SyncConfig) -> None:
+        self._calls, self._fleet, self._config = calls, fleet, config
+        self.manifest = Manifest(())
+        """Of all trainers together."""
+        self.trainers: dict[str, m.Description] = {}
+        self.owned: list[tuple[str, ...]] = []
+        """Per trainer the names that it sends."""
+        self.engines: dict[str, Engine] = {}
+
+    def open(self, *, decided: int) -> None:
+        """Ask everybody, and agree on manifest, owners and library versions; *decided*: see `OpenReceiver`."""
+        described = self._calls.ask({party: m.Describe(config=self._config) for party in self._fleet.trainers})
+        self.trainers = {party: _description(described[party]) for party in self._fleet.trainers}
+        manifests = [description.manifest for description in self.trainers.values()]
+        self.manifest = merge_manifests(manifests)
+        self.open_engines(*self._fleet.engines, decided=decided)
+        order = next(iter(self.engines.values())).ranks[0].order
+        self.owned = assign_owners(self.manifest, manifests, order)
+
+    def open_engines(self, *parties: str, decided: int) -> None:
+        """Have engines record where the manifest lands.
+
+        Raises:
+            WeightSyncError: as the ranks say. AgreementError: their libraries differ from the others'.
+        """
+        requests = {
+            party: m.OpenReceiver(
+                config=self._config,
+                manifest=self.manifest,
+                engine=int(party.rpartition(" ")[2]),
+                decided=decided,
+            )
+            for party in parties
+        }
+        answers = self._calls.ask(requests)
+        for party in parties:
+            ranks = tuple(reply for reply in answers[party] if isinstance(reply, m.ReceiverOpened))
+            poisoned = ", ".join(rank.load.rank for rank in ranks if rank.poisoned)
+            self.engines[party] = Engine(ranks, poisoned=f"{poisoned} held mixed weights" if poisoned else "")
+        check_versions(self.identities())
+
+    def reopen(self, party: str, *, decided: int) -> None:
+        """Take a party in again whose process was restarted.
+
+        Raises:
+            AgreementError: a trainer holds other tensors than before.
+        """
+        self._fleet.reopen(party)
+        if party in self.engines:
+            self.open_engines(party, decided=decided)
+            return
+        described = _description(self._calls.ask({party: m.Describe(config=self._config)})[party])
+        if described.manifest.digest != self.trainers[party].manifest.digest:
+            raise AgreementError(
+                f"{party} was restarted and holds other tensors than before; connect again",
+                rank=party,
+                field="manifest",
+            )
+        self.trainers[party] = described
+
+    def remove(self, party: str) -> None:
+        """Say goodbye to an engine, which may not hear it."""
+        self._calls.send(party, m.Close())
+        self.engines.pop(party, None)
+        self._fleet.remove(party)
+
+    @property
+    def versions(self) -> list[int]:
+        """Every rank's."""
+        return [described.version for described in self.trainers.values()] + [rank.version for rank in self._ranks()]
+
+    @property
+    def epochs(self) -> list[int]:
+        """The highest that each rank has heard of."""
+        return [described.epoch for described in self.trainers.values()] + [rank.epoch for rank in self._ranks()]
+
+    def admit(self, version: int) -> None:
+        """Engines that say that they have *version*, whole, count as admitted."""
+        for engine in self.engines.values():
+            engine.admitted = all(rank.version == version and not rank.poisoned for rank in engine.ranks)
+
+    def note(self, machine: UpdateMachine, *, is_new: bool) -> None:
+        """What an update has made of the engines; *is_new*: to a version that nobody had before."""
+        for party, why in machine.poisoned.items():
+            self.engines[party].poisoned, self.engines[party].admitted = str(why), False
+        if machine.phase == "failed":
+            return
+        if is_new:
+            for engine in self.engines.values():
+                engine.admitted = False
+        for party in machine.applied.keys() - machine.poisoned.keys():
+            self.engines[party].admitted, self.engines[party].poisoned = True, ""
+
+    def identities(self) -> dict[str, Identity]:
+        """By rank: "trainer 0", "engine 1 rank 3"."""
+        trainers = {party: described.identity for party, described in self.trainers.items()}
+        return trainers | {rank.load.rank: rank.identity for rank in self._ranks()}
+
+    def unwell(self) -> dict[str, str]:
+        """Ranks whose processes are "gone" or "stopped"; takes a few seconds at most."""
+        return find_unwell(self.identities(), self._fleet.process_state)
+
+    def gone(self, among: Sequence[str] | None = None) -> list[str]:
+        """Engines of which some rank's process is gone."""
+        unwell = self.unwell()
+        return [
+            party
+            for party, engine in self.engines.items()
+            if (among is None or party in among) and any(unwell.get(rank.load.rank) == "gone" for rank in engine.ranks)
+        ]
+
+    def _ranks(self) -> list[m.ReceiverOpened]:
+        return [rank for engine in self.engines.values() for rank in engine.ranks]
+
+
+def _description(replies: tuple[m.Reply, ...]) -> m.Description:
+    """A trainer is one rank."""
+    (reply,) = replies
+    assert isinstance(reply, m.Description), reply
+    return reply
