@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -77,11 +77,14 @@ class ModuleGuard(Guard):
             self._hook = None
 
 
-_guards: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
+G = TypeVar("G", bound=Guard)
+
+_guards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def guard_of(engine: Any, make: Callable[[Any], Guard]) -> Guard:
+def guard_of(engine: Any, make: Callable[[Any], G]) -> G:
     """The guard that stands before *engine*, made where there is none yet. It must not hold the engine alive."""
     if engine not in _guards:
         _guards[engine] = make(engine)
-    return _guards[engine]
+    guard: G = _guards[engine]
+    return guard

@@ -1,11 +1,13 @@
-"""vLLM engines in Ray actors: tensor-parallel, multiprocess and asynchronous ones."""
+"""vLLM engines in Ray actors: tensor-parallel, multiprocess and asynchronous ones, and what happens when they fail."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ from weightsync.loadmap import LoadMap
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPTS = [[5, 9, 200, 17, 33, 2], [1, 2, 3, 4], [77] * 20]
+LONG_PROMPT = [1 + i % 200 for i in range(70)]
+"""Longer than two blocks of the cache."""
+EXTENSION = {
+    "PYTHONPATH": str(Path(__file__).parent / "extension"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+}
 
 
 class Trainer:
@@ -28,12 +36,18 @@ class Trainer:
 
     def __init__(self, folder: str) -> None:
         self.load(folder)
+        self.delay_s = 0.0
 
     def load(self, folder: str) -> None:
         self.weights = torch.load(Path(folder) / "memory.pt")
 
-    def alive(self) -> bool:
-        return True
+    def slow_down(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+
+    def slowly(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.weights.items():
+            time.sleep(self.delay_s)
+            yield name, tensor
 
 
 class Engine:
@@ -49,6 +63,9 @@ class Engine:
     def load_maps(self, manifest: bytes) -> Any:
         return self.llm.collective_rpc("weightsync_load_map", args=(manifest,))
 
+    def plant(self, *fault: Any) -> None:
+        self.llm.collective_rpc("weightsync_plant", args=fault)
+
 
 class AsyncEngine:
     def __init__(self, folder: str, arguments: dict[str, Any]) -> None:
@@ -57,13 +74,53 @@ class AsyncEngine:
 
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **arguments))
 
-    async def tokens(self, prompt: list[int], count: int) -> list[int]:
+    async def ask(self, prompt: list[int], count: int) -> tuple[list[int], list[str], int]:
+        """(tokens, the versions that made them, how many tokens of the prompt were found in the cache)"""
         from vllm import SamplingParams
 
         asked = SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
         async for output in self.llm.generate({"prompt_token_ids": prompt}, asked, request_id=os.urandom(8).hex()):
             last = output
-        return list(last.outputs[0].token_ids)
+        said = last.outputs[0]
+        return list(said.token_ids), [span.version for span in said.weight_versions or ()], last.num_cached_tokens
+
+    async def tokens(self, prompt: list[int], count: int) -> list[int]:
+        return (await self.ask(prompt, count))[0]
+
+    async def plant(self, *fault: Any) -> None:
+        await self.llm.collective_rpc("weightsync_plant", args=fault)
+
+
+class Tensors(torch.nn.Module):
+    """A module of any names; its output is the sum of all it holds."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for path, tensor in tensors.items():
+            *parents, name = path.split(".")
+            module: torch.nn.Module = self
+            for part in parents:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module._modules[part]  # type: ignore[assignment]
+            module.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([tensor.double().sum() for tensor in self.parameters()]).sum()
+
+
+class ModuleEngine:
+    """An engine of another kind in the same weight sync."""
+
+    def __init__(self, folder: str) -> None:
+        self.llm = Tensors(torch.load(Path(folder) / "memory.pt"))
+
+    def total(self) -> float:
+        return float(self.llm())
+
+
+def total(folder: Path) -> float:
+    return float(Tensors(torch.load(folder / "memory.pt"))())
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +128,42 @@ def trainer(ray_cluster: None, moe: tuple[Path, Path]) -> Any:
     return ray.remote(Trainer).options(num_cpus=0.5).remote(str(moe[1]))
 
 
-def test_two_tensor_parallel_ranks_equal_a_fresh_engine_and_get_their_own_slices(
-    trainer: Any, moe: tuple[Path, Path], engine_arguments: dict[str, Any], outputs: Any
-) -> None:
-    environment = {"PYTHONPATH": str(Path(__file__).parent / "extension"), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+@pytest.fixture(scope="module")
+def tp_engines(
+    ray_cluster: None, moe: tuple[Path, Path], engine_arguments: dict[str, Any], outputs: Any
+) -> Iterator[list[Any]]:
+    """On the old weights and on the new ones, with two ranks each."""
     arguments = engine_arguments | {
         "tensor_parallel_size": 2,
         "worker_extension_cls": "recording_extension.RecordingExtension",
     }
-    start = ray.remote(Engine).options(num_cpus=1, runtime_env={"env_vars": environment})
-    engine, fresh = (start.remote(str(folder), arguments, outputs) for folder in moe)
+    start = ray.remote(Engine).options(num_cpus=1, runtime_env={"env_vars": EXTENSION})
+    engines = [start.remote(str(folder), arguments, outputs) for folder in moe]
+    yield engines
+    for engine in engines:
+        ray.kill(engine)
+
+
+@pytest.fixture(scope="module")
+def async_engine(ray_cluster: None, moe: tuple[Path, Path], engine_arguments: dict[str, Any]) -> Iterator[Any]:
+    arguments = engine_arguments | {
+        "block_size": 32,
+        "worker_extension_cls": "recording_extension.RecordingExtension",
+    }
+    start = ray.remote(AsyncEngine).options(num_cpus=1, runtime_env={"env_vars": EXTENSION})
+    engine = start.remote(str(moe[0]), arguments)
+    yield engine
+    ray.kill(engine)
+
+
+# ---- tensor parallel ------------------------------------------------------------------------------------------------
+
+
+def test_two_tensor_parallel_ranks_equal_a_fresh_engine_and_get_their_own_slices(
+    trainer: Any, moe: tuple[Path, Path], tp_engines: list[Any]
+) -> None:
+    engine, fresh = tp_engines
     before, expected = ray.get([engine.outputs.remote(), fresh.outputs.remote()])
-    ray.kill(fresh)
     assert before != expected
 
     with ws.connect(trainers=[trainer], engines=[engine], source="weights", target="llm") as sync:
@@ -108,27 +189,106 @@ def test_two_tensor_parallel_ranks_equal_a_fresh_engine_and_get_their_own_slices
             assert coverage(meta.numel, [*parts[0], *parts[1]]).exact, f"the halves of {meta.name} are different ones"
     for rank in ranks:
         assert all(found.exact for found in rank.coverage().values())
-    ray.kill(engine)
+
+
+def test_a_rank_that_fails_alone_poisons_its_engine_and_the_retry_is_exact(
+    trainer: Any, moe: tuple[Path, Path], tp_engines: list[Any]
+) -> None:
+    engine = tp_engines[0]
+    before = ray.get(engine.outputs.remote())
+    ray.get(trainer.load.remote(str(moe[1])))
+    with ws.connect(trainers=[trainer], engines=[engine], source="weights", target="llm") as sync:
+        sync.update()
+        expected = ray.get(engine.outputs.remote())
+        ray.get(trainer.load.remote(str(moe[0])))
+        ray.get(engine.plant.remote(1, "raise", 0))
+        with pytest.raises(ws.EnginePoisonedError, match=r"engine 0 rank 1: RuntimeError: planted"):
+            sync.update()
+        with pytest.raises(
+            ws.EnginePoisonedError, match=r"engine 0 may hold mixed weights: version \d+ .*rank 1.*planted"
+        ):
+            ray.get(engine.outputs.remote())
+        sync.update()
+        assert ray.get(engine.outputs.remote()) == before != expected
+
+
+@pytest.mark.parametrize("moment", ["transfer", "apply"])
+def test_a_worker_that_is_killed_is_named_and_the_others_go_on_without_its_engine(
+    moment: str, trainer: Any, moe: tuple[Path, Path], tp_engines: list[Any]
+) -> None:
+    """Last in this file for these engines: each loses one."""
+    engine = tp_engines[0 if moment == "transfer" else 1]
+    beside = ray.remote(ModuleEngine).options(num_cpus=0.1).remote(str(moe[0]))
+    ray.get(trainer.load.remote(str(moe[0])))
+    with ws.connect(
+        trainers=[trainer],
+        engines=[engine, beside],
+        source="slowly",
+        target="llm",
+        config={"timeout_s": 60, "bucket_bytes": 1},
+    ) as sync:
+        pid = {row.rank: row.pid for row in sync.update().ranks}["engine 0 rank 1"]
+        ray.get(trainer.load.remote(str(moe[1])))
+        if moment == "transfer":
+            ray.get(trainer.slow_down.remote(0.1))
+            threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+            error: type[ws.WeightSyncError] = ws.TransportError
+        else:
+            ray.get(engine.plant.remote(1, "die", 5))
+            error = ws.EnginePoisonedError
+        started = time.monotonic()
+        with pytest.raises(error, match=rf"engine 0 rank 1 \(.*pid {pid}\) is gone") as caught:
+            sync.update()
+        assert time.monotonic() - started < 60
+        assert str(caught.value.rank).startswith("engine 0")
+        # The vote had not fallen: nobody takes the version. It had: everybody else does.
+        assert ray.get(beside.total.remote()) == total(moe[0 if moment == "transfer" else 1])
+        refusal = r"vLLM is down|EngineDead" if moment == "apply" else "EngineDead"
+        with pytest.raises(Exception, match=refusal):
+            ray.get(engine.outputs.remote(), timeout=60)
+        ray.get(trainer.slow_down.remote(0.0))
+        sync.remove_engine(engine)
+        sync.update()
+        assert ray.get(beside.total.remote()) == total(moe[1])
+    with pytest.raises(ws.TransportError, match=rf"vLLM is down.*pid {pid}"):
+        ws.connect(trainers=[trainer], engines=[engine], source="weights", target="llm")
+    ray.kill(beside)
+
+
+# ---- asynchronous ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wanted(moe: tuple[Path, Path], reference: Any) -> dict[Path, list[list[int]]]:
+    """What fresh engines say to PROMPTS."""
+    return {folder: [tokens for tokens, _, _ in reference(folder)] for folder in moe}
+
+
+def served(engine: Any) -> list[list[int]]:
+    return [ray.get(engine.tokens.remote(prompt, 8), timeout=60) for prompt in PROMPTS]
 
 
 def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
-    trainer: Any, moe: tuple[Path, Path], engine_arguments: dict[str, Any], outputs: Any, reference: Any
+    trainer: Any, moe: tuple[Path, Path], async_engine: Any, wanted: dict[Path, list[list[int]]]
 ) -> None:
-    engine = ray.remote(AsyncEngine).options(num_cpus=1).remote(str(moe[0]), engine_arguments)
-    wanted = {folder: [tokens for tokens, _, _ in reference(folder)] for folder in moe}
-
-    def served() -> list[list[int]]:
-        return [ray.get(engine.tokens.remote(prompt, 8)) for prompt in PROMPTS]
-
-    assert served() == wanted[moe[0]]
+    engine = async_engine
+    assert served(engine) == wanted[moe[0]]
     with ws.connect(trainers=[trainer], engines=[engine], source="weights", target="llm") as sync:
         for folder in (moe[1], moe[0], moe[1]):
             ray.get(trainer.load.remote(str(folder)))
-            long_request = engine.tokens.remote(PROMPTS[0], 100)
+            long_request = engine.ask.remote(PROMPTS[0], 100)
             report = sync.update()
-            assert len(ray.get(long_request, timeout=60)) == 100, "a request in flight goes on after the pause"
-            assert served() == wanted[folder]
+            tokens, versions, _ = ray.get(long_request, timeout=60)
+            assert len(tokens) == 100, "a request in flight goes on after the pause"
+            assert versions[-1] == str(report.version)
+            assert served(engine) == wanted[folder]
             assert 0 < report.pause_s < report.seconds
+            # The second time its blocks are there, and after the update they are not.
+            found = [ray.get(engine.ask.remote(LONG_PROMPT, 1), timeout=60) for _ in range(2)]
+            assert [(versions, cached) for _, versions, cached in found] == [
+                ([str(report.version)], 0),
+                ([str(report.version)], 64),
+            ]
     for pause, served_tokens in (("wait", 100), ("abort", None)):
         with ws.connect(
             trainers=[trainer], engines=[engine], source="weights", target="llm", config={"pause": pause}
@@ -138,5 +298,63 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
             sync.update()
             count = len(ray.get(long_request, timeout=60))
             assert count == served_tokens if served_tokens is not None else count < 100
-            assert served() == wanted[moe[1]]
-    ray.kill(engine)
+            assert served(engine) == wanted[moe[1]]
+
+
+def test_an_async_engine_that_salts_its_cache_is_exact_without_a_flush(
+    trainer: Any, moe: tuple[Path, Path], async_engine: Any, wanted: dict[Path, list[list[int]]]
+) -> None:
+    settings = {"version_salt": True, "on_commit": ["set_weight_version"]}
+    with ws.connect(
+        trainers=[trainer], engines=[async_engine], source="weights", target="llm", config=settings
+    ) as sync:
+        for folder in (moe[0], moe[1]):
+            ray.get(trainer.load.remote(str(folder)))
+            sync.update()
+            assert served(async_engine) == wanted[folder]
+            cached = [ray.get(async_engine.ask.remote(LONG_PROMPT, 1), timeout=60)[2] for _ in range(2)]
+            assert cached == [0, 64]
+
+
+def test_a_poisoned_async_engine_refuses_new_requests_at_once_and_holds_those_in_flight(
+    trainer: Any, moe: tuple[Path, Path], async_engine: Any, wanted: dict[Path, list[list[int]]]
+) -> None:
+    with ws.connect(trainers=[trainer], engines=[async_engine], source="weights", target="llm") as sync:
+        sync.update()
+        ray.get(trainer.load.remote(str(moe[0])))
+        ray.get(async_engine.plant.remote(0, "raise", 5))
+        long_request = async_engine.ask.remote(PROMPTS[0], 100)
+        with pytest.raises(ws.EnginePoisonedError, match="planted"):
+            sync.update()
+        for _ in range(2):
+            with pytest.raises(
+                ws.EnginePoisonedError, match=r"engine 0 may hold mixed weights: version \d+ was not .*planted"
+            ):
+                ray.get(async_engine.tokens.remote(PROMPTS[0], 8), timeout=10)
+        assert not ray.wait([long_request], timeout=0.5)[0]
+    with ws.connect(trainers=[trainer], engines=[async_engine], source="weights", target="llm") as sync:
+        assert not ray.wait([long_request], timeout=0.5)[0], "connecting again lifts nothing"
+        report = sync.update()
+        tokens, versions, _ = ray.get(long_request, timeout=60)
+        assert (len(tokens), versions[-1]) == (100, str(report.version))
+        assert served(async_engine) == wanted[moe[0]]
+
+
+def test_an_async_engine_goes_on_when_the_coordinator_died_while_it_was_paused(
+    trainer: Any, moe: tuple[Path, Path], async_engine: Any, wanted: dict[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    ray.get(trainer.load.remote(str(moe[1])))
+    settings = {"version_log": str(tmp_path / "versions")}
+    with ws.connect(
+        trainers=[trainer], engines=[async_engine], source="weights", target="llm", config=settings
+    ) as sync:
+        ray.get(async_engine.plant.remote(0, "2", 5))
+        threading.Timer(1.0, ray.kill, (sync._coordinator,)).start()
+        long_request = async_engine.ask.remote(PROMPTS[0], 100)
+        with pytest.raises(ws.CoordinatorLostError):
+            sync.update()
+        assert not ray.wait([long_request], timeout=0.5)[0]
+        version = sync.version  # another coordinator; the log says that this version was decided on
+        tokens, versions, _ = ray.get(long_request, timeout=60)
+        assert (len(tokens), versions[-1]) == (100, str(version))
+        assert served(async_engine) == wanted[moe[1]]

@@ -317,7 +317,8 @@ def test_a_reload_that_fails_half_way_poisons_and_the_next_update_is_exact(
         patch.setattr(ws.Coalescer, "groups", broken)
         with pytest.raises(ws.EnginePoisonedError, match=r"engine 0 failed.*planted"):
             session.update()
-    assert outputs(old_moe.llm) != reference(moe[0]), "seven groups of the new weights are in"
+    with pytest.raises(ws.EnginePoisonedError, match=r"engine 0 may hold mixed weights.*planted"):
+        outputs(old_moe.llm)
     for folder in (moe[1], moe[0]):
         old_moe.weights = load_weights(folder)
         session.update()

@@ -1,9 +1,10 @@
-"""vLLM's side of a weight sync. Every use of what is private to vLLM stands in this file.
+"""vLLM's side of a weight sync. Every use of what is private to vLLM stands in this file and in `vllm_state` beside it.
 
 Private names used, the same from 0.20 to 0.32: `model_loader.reload.layerwise` (get_layerwise_info,
 initialize_layerwise_reload, _get_original_loader, _place_kernel_tensors, LOADING_LAYERS), `reload.utils`
 (get_layer_tensors) and `reload.meta` (to_meta_tensor, SKIP_LOAD_TENSORS). What differs between versions is found by
-looking, never by comparing version numbers. Run on 0.32 (CPU) and 0.26 (H200, eager and CUDA graphs).
+looking; numbers are compared for known bugs alone, in `vllm_state`. Run on 0.32 (CPU) and 0.26 (H200, eager and CUDA
+graphs).
 
 Imported inside vLLM's workers only.
 """
@@ -22,7 +23,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload import meta as reload_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from weightsync.errors import EngineStateError
+from weightsync.engines.vllm_state import draft_targets, refuse_unfit
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest
 from weightsync.recorder import record_load_map
@@ -91,7 +92,8 @@ class VllmAdapter:
         kept = tuple(
             t for t in load_map.targets if (t.module, t.parameter) in fed or (t.module, t.parameter) not in passing
         )
-        return msgspec.structs.replace(load_map, targets=kept, whole_modules=True)
+        targets = (*kept, *draft_targets(self._worker, model))
+        return msgspec.structs.replace(load_map, targets=targets, whole_modules=True)
 
     def _with_ties(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in pairs:
@@ -100,14 +102,7 @@ class VllmAdapter:
                 yield self._ties[name], tensor
 
     def check_ready(self) -> None:
-        config = self._worker.vllm_config
-        if getattr(config.parallel_config, "enable_eplb", False):
-            raise EngineStateError(
-                "expert load balancing (enable_eplb) moves experts behind the loader's back; a reload would permute them. "
-                "Create the engine with enable_eplb=False"
-            )
-        if getattr(self._worker, "_weight_update_active", False):
-            raise EngineStateError("a weight update of vLLM's own is under way (start_weight_update); finish it first")
+        refuse_unfit(self._worker)
         if any(layerwise.get_layerwise_info(module).can_load() for module in self._model().modules()):
             self._abort_reload()  # left behind by a reload that failed outside weightsync
 
