@@ -404,6 +404,7 @@ def test_a_killed_engine_is_named_with_its_process_and_left_out_where_the_config
             world.session.update()
         assert caught.value.rank == "engine 1"
         assert weights(world.engines[0].module) == before
+        assert world.session.status()["admitted"] == ["engine 0"]
         world.session.remove_engine("engine 1")
         world.session.update()
     else:

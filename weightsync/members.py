@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weightsync import messages as m
@@ -134,14 +134,19 @@ class Members:
         """Ranks whose processes are "gone" or "stopped"; takes a few seconds at most."""
         return find_unwell(self.identities(), self._fleet.process_state)
 
-    def gone(self, among: Sequence[str] | None = None) -> list[str]:
+    def gone(self, unwell: Mapping[str, str] | None = None) -> list[str]:
         """Engines of which some rank's process is gone."""
-        unwell = self.unwell()
+        unwell = self.unwell() if unwell is None else unwell
         return [
             party
             for party, engine in self.engines.items()
-            if (among is None or party in among) and any(unwell.get(rank.load.rank) == "gone" for rank in engine.ranks)
+            if any(unwell.get(rank.load.rank) == "gone" for rank in engine.ranks)
         ]
+
+    def note_gone(self, unwell: Mapping[str, str]) -> None:
+        """Nobody that is gone has the last version."""
+        for party in self.gone(unwell):
+            self.engines[party].admitted = False
 
     def _ranks(self) -> list[m.ReceiverOpened]:
         return [rank for engine in self.engines.values() for rank in engine.ranks]

@@ -118,7 +118,9 @@ class Session:
             try:
                 report = self._attempt(last=retries == 0)
             except WeightSyncError as error:
-                explain(error, self._members.unwell(), self._members.identities())
+                unwell = self._members.unwell()
+                explain(error, unwell, self._members.identities())
+                self._members.note_gone(unwell)
                 if isinstance(error, RestartedError) and error.rank and error.rank not in reopened:
                     reopened.add(error.rank)
                     self._linked = False
@@ -169,8 +171,7 @@ class Session:
         if not machine.poisoned:
             raise error
         if machine.phase != "failed":
-            broken = list(machine.poisoned)
-            if self._config.on_lost_engine == "remove" and self._members.gone(among=broken) == broken:
+            if self._config.on_lost_engine == "remove" and set(machine.poisoned) <= set(self._members.gone()):
                 return
             if self._config.on_failure == "poison" and last:
                 return
