@@ -79,7 +79,8 @@ class VllmAdapter:
                         (module._parameters if name in module._parameters else module._buffers)[name] = tensor
                     tensor.weight_loader = layerwise._get_original_loader(tensor)
                     destinations[module_path, name] = tensor
-                    if name in module._non_persistent_buffers_set or name in never_reloaded:
+                    private = name in module._buffers and name.startswith("_")  # attention's scales, one by default
+                    if private or name in module._non_persistent_buffers_set or name in never_reloaded:
                         passing.add((module_path, name))
             with set_current_vllm_config(self._worker.vllm_config):
                 load_map = record_load_map(
