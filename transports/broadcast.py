@@ -35,6 +35,7 @@ _MAX_HEADER_BYTES = 64 << 20
 _POLL_S = 0.0002
 _GATHER_POLL_S = 0.005
 _CLOSE_S = 1.0
+_GRACE_S = 0.5
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -64,23 +65,39 @@ class _Group:
         self._who = f"broadcast link of sender {context.sender}"
         self._timeout_s = context.timeout_s
         self._aborted = False
-        timeout = timedelta(seconds=context.timeout_s)
+        self._rank, self._size, self._token, self._address = rank, context.num_receivers + 1, context.token, address
+        self._group: Any = None
+        self._store: dist.TCPStore | None = None  # kept until the end: rank 0's serves the others
+        if rank == 0:
+            self._open_store()
+        self.port = self._store.port if self._store is not None else address.port
+
+    def _open_store(self) -> None:
+        address = self._address
         try:
-            if rank != 0:  # the store's own client tries for the whole bound where nobody listens, and cannot be aborted
-                socket.create_connection((address.host, address.port), context.timeout_s).close()
-            # Kept until the end: rank 0's store serves the others.
-            self._store: dist.TCPStore | None = dist.TCPStore(
-                address.host, address.port, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+            if self._rank != 0:  # the store's own client tries for the whole bound where nobody listens
+                socket.create_connection((address.host, address.port), self._timeout_s).close()
+            self._store = dist.TCPStore(
+                address.host,
+                address.port,
+                is_master=self._rank == 0,
+                timeout=timedelta(seconds=self._timeout_s),
+                wait_for_workers=False,
             )
         except Exception as error:
             raise TransportError(f"{self._who}: no rendezvous at {address.host}:{address.port} ({error})") from error
-        self.port = self._store.port
-        self._rank, self._size, self._token, self._host = rank, context.num_receivers + 1, context.token, address.host
-        self._group: Any = None
 
     def connect(self, own_host: str) -> None:
         """Collective: the sender and every receiver call this, or all wait until the bound."""
-        self._gather()
+        # The store's client waits for a server that is stopped without a bound, and no wait of its own can be aborted.
+        meeting = Background(self._meet, name="broadcast-meet")
+        deadline = time.monotonic() + self._timeout_s + _GRACE_S
+        while not meeting.is_done(_GATHER_POLL_S):
+            if self._aborted:
+                raise TransportError(f"{self._who} was aborted")
+            if time.monotonic() > deadline:
+                raise TransportError(f"{self._who}: its rendezvous did not answer within {self._timeout_s:g} s")
+        meeting.result()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
@@ -91,6 +108,11 @@ class _Group:
             raise TransportError(
                 f"{self._who}: rank {self._rank} of {self._size} could not join within {self._timeout_s:g} s ({error})"
             ) from error
+
+    def _meet(self) -> None:
+        if self._store is None:
+            self._open_store()
+        self._gather()
 
     def _gather(self) -> None:
         """Wait for all ends at the store first: that wait can be aborted, and knows who is absent."""
@@ -243,10 +265,13 @@ class BroadcastReceiver(ReceiverTransport):
         self._group: _Group | None = None
         self._bucket = torch.empty(0, dtype=torch.uint8)
         self._lent = False
+        self._aborted = False
 
     def connect(self, address: bytes) -> None:
         found = msgspec.msgpack.decode(address, type=Address)
         self._group = _Group(self.context, found, self.receiver + 1)
+        if self._aborted:  # perhaps before there was a group to tell
+            self._group.abort()
         self._group.connect(node_host(found.host))
 
     def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
@@ -306,6 +331,7 @@ class BroadcastReceiver(ReceiverTransport):
         )
 
     def abort(self) -> None:
+        self._aborted = True
         if self._group is not None:
             self._group.abort()
 

@@ -262,7 +262,9 @@ class SharedMemorySender(SenderTransport):
     ) -> None:
         for bucket in fill(tensors, self._free_buckets(), content=content, digest=self.context.digest):
             if bucket.pieces:
-                segment = next(s for s in self._buckets if s.payload is bucket.payload)
+                segment = next((s for s in self._buckets if s.payload is bucket.payload), None)
+                if segment is None:  # closed meanwhile, while the source was stuck
+                    raise TransportError("the update was aborted")
                 self._announce(transfer, segment.id, bucket.pieces, stable=False)
                 self._lent.append(segment.id)
         while self._lent:
@@ -277,6 +279,8 @@ class SharedMemorySender(SenderTransport):
                 while segment.id in self._lent:
                     self._await_release(self._lent.popleft())
                 yield Bucket(segment.payload, [])
+            if self._aborted:  # and perhaps closed, so there are no buckets to hand out
+                raise TransportError("the update was aborted")
 
     def _await_release(self, segment_id: int) -> None:
         """Wait until every receiver has released the bucket. Receivers release in the order they were sent."""
@@ -371,6 +375,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         super().__init__(context, receiver=receiver)
         self._channel: Channel[Message] | None = None
         self._segments: dict[int, MappedSegment] = {}
+        self._aborted = False
 
     def connect(self, address: bytes) -> None:
         self._channel = dial(
@@ -379,6 +384,8 @@ class SharedMemoryReceiver(ReceiverTransport):
             peer=f"sender {self.context.sender}",
             timeout_s=self.context.timeout_s,
         )
+        if self._aborted:  # perhaps before there was a channel to close
+            self._channel.close()
         self._channel.send(Hello(self.context.token, self.receiver), timeout_s=self.context.timeout_s)
 
     def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
@@ -429,6 +436,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         )
 
     def abort(self) -> None:
+        self._aborted = True
         if self._channel is not None:
             self._channel.close()
 

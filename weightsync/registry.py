@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from importlib.metadata import entry_points
 
@@ -20,33 +21,38 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
         "weightsync.transports.broadcast:BroadcastReceiver",
     ),
 }
-
-
 _registered: dict[str, tuple[type[SenderTransport], type[ReceiverTransport]]] = {}
-
-
-def register_transport(name: str, sender: type[SenderTransport], receiver: type[ReceiverTransport]) -> None:
-    """Make a transport known in this process, in place of one of the same name. Every rank's process must know it.
-
-    Raises:
-        ConfigError: one of them is no subclass of the ABC.
-    """
-    for kind, base in ((sender, SenderTransport), (receiver, ReceiverTransport)):
-        if not (isinstance(kind, type) and issubclass(kind, base)):
-            raise ConfigError(f"transport {name!r}: {kind!r} is no subclass of {base.__name__}", key="transport")
-    _registered[name] = sender, receiver
-
-
-def unregister_transport(name: str) -> None:
-    """Forget what `register_transport` made known; a built-in one of that name is known again."""
-    _registered.pop(name, None)
 
 
 def transport_names() -> list[str]:
     """All known names, third parties' included."""
-    return sorted(
-        _BUILT_IN.keys() | _registered.keys() | {point.name for point in entry_points(group="weightsync.transports")}
-    )
+    points = entry_points(group="weightsync.transports")
+    return sorted(_BUILT_IN.keys() | _registered.keys() | {point.name for point in points})
+
+
+def register_transport(name: str, sender: type[SenderTransport], receiver: type[ReceiverTransport]) -> None:
+    """Make a transport known by *name* in this process, in place of any other of that name.
+
+    Every process that holds an end of a link looks the name up for itself, so each trainer and engine rank, and the
+    process that reads the configuration, has to call this. A package that offers an entry point need not.
+
+    Raises:
+        ConfigError: the classes are not a whole sender and a whole receiver, or the name is not to be had.
+    """
+    if not name or name == "auto":
+        raise ConfigError(f"transport: a transport cannot be called {name!r}", key="transport")
+    for kind, base in ((sender, SenderTransport), (receiver, ReceiverTransport)):
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            raise ConfigError(f"transport {name!r}: {kind!r} is no subclass of {base.__name__}", key="transport")
+        if inspect.isabstract(kind):
+            missing = ", ".join(sorted(kind.__abstractmethods__))
+            raise ConfigError(f"transport {name!r}: {kind.__name__} lacks {missing}", key="transport")
+    _registered[name] = sender, receiver
+
+
+def unregister_transport(name: str) -> None:
+    """Forget what `register_transport` made known; another of that name is known again."""
+    _registered.pop(name, None)
 
 
 def check_transport(name: str) -> None:
