@@ -96,8 +96,9 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     unfed: Literal["report", "error"] = "report"
     """Engine parameters that no trainer tensor feeds: only list them in the report, or refuse to connect."""
     partial: Literal["report", "error"] = "error"
-    """Engine parameters that the trainers' tensors write only in part, so that a reload leaves the rest undefined: refuse
-    to connect, or only list them (for engines that pad and do not fill the padding)."""
+    """Engine parameters that the trainers' tensors write only in part, so that a reload leaves the rest undefined, and
+    tensors of which an engine's ranks together read only a part: refuse to connect, or only list them (for engines that
+    pad and do not fill the padding, or cut tensors on purpose)."""
     count_changed_values: bool = False
     """Count the values that differ from the update before, where the sender keeps a copy (shared_memory's stage)."""
 

@@ -127,6 +127,22 @@ class LoadMap(msgspec.Struct, frozen=True, dict=True):
             or (self.whole_modules and t.path in unfed and t.module in fed_modules)
         )
 
+    def read_in_part(self, manifest: Manifest) -> dict[str, int]:
+        """Name -> how many of its elements this rank reads, for names of which it reads some; ranks share tensors."""
+        read: dict[str, list[Region] | None] = {}
+        for copy in self.copies:
+            regions = read.setdefault(copy.name, [])
+            if copy.source is None:  # made from the tensor in a way that views do not show
+                read[copy.name] = None
+            elif regions is not None:
+                regions.append(copy.source)
+        counted = {
+            name: manifest.meta_of(name).numel - coverage(manifest.meta_of(name).numel, regions).never
+            for name, regions in read.items()
+            if regions is not None
+        }
+        return {name: count for name, count in counted.items() if count < manifest.meta_of(name).numel}
+
     def casts(self, manifest: Manifest) -> tuple[str, ...]:
         """Which tensors change dtype when they land: "name: float32 -> bfloat16"."""
         dtypes = {(t.module, t.parameter): t.dtype for t in self.targets}

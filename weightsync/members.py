@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync import messages as m
 from weightsync.blame import find_unwell
 from weightsync.calls import Calls
 from weightsync.config import SyncConfig
-from weightsync.errors import AgreementError
+from weightsync.errors import AgreementError, ManifestError
 from weightsync.identity import Identity, check_versions
 from weightsync.interfaces import Fleet
 from weightsync.manifest import Manifest
@@ -70,8 +70,25 @@ class Members:
         for party in parties:
             ranks = tuple(reply for reply in answers[party] if isinstance(reply, m.ReceiverOpened))
             poisoned = ", ".join(rank.load.rank for rank in ranks if rank.poisoned)
+            if self._config.partial == "error":
+                self._check_read(party, ranks)
             self.engines[party] = Engine(ranks, poisoned=f"{poisoned} held mixed weights" if poisoned else "")
         check_versions(self.identities())
+
+    def _check_read(self, party: str, ranks: Sequence[m.ReceiverOpened]) -> None:
+        """Raises ManifestError for a tensor of which the engine's ranks together read a part: its shape is another."""
+        for name in dict.fromkeys(name for rank in ranks for name in rank.load.read_in_part):
+            if any(name not in rank.load.read_in_part and name not in rank.load.unmapped for rank in ranks):
+                continue  # one of them reads it as a whole
+            meta = self.manifest.meta_of(name)
+            count = sum(rank.load.read_in_part.get(name, 0) for rank in ranks)
+            if count < meta.numel:
+                raise ManifestError(
+                    f"{party} reads {count} of the {meta.numel} elements of {meta}: its loader expects another shape (set "
+                    "partial: report, if it cuts the tensor on purpose)",
+                    rank=party,
+                    name=name,
+                )
 
     def reopen(self, party: str, *, decided: int) -> None:
         """Take a party in again whose process was restarted.

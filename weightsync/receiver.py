@@ -85,6 +85,7 @@ class ReceiverRank:
             unmapped=load_map.unmapped,
             unfed=load_map.unfed,
             partial=load_map.partial,
+            read_in_part=load_map.read_in_part(request.manifest),
             casts=load_map.casts(request.manifest),
             fallback=load_map.fallback,
         )

@@ -33,6 +33,8 @@ class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters and buffers of the engine that no name feeds."""
     partial: tuple[str, ...] = ()
     """Those that the names feed only in part (SyncConfig.partial)."""
+    read_in_part: dict[str, int] = {}
+    """Name -> elements that this rank reads, for names of which it reads some; an engine's ranks together read all."""
     casts: tuple[str, ...] = ()
     fallback: str | None = None
     """Why groups are coarser than modules; None when they are exact."""

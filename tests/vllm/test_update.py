@@ -197,6 +197,21 @@ def test_a_trainer_that_lacks_a_shard_of_a_fused_module_is_refused(
     assert outputs(moe_engine.llm) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "grow"),
+    [("model.layers.1.self_attn.q_proj.weight", (1, 0)), ("model.layers.0.self_attn.o_proj.weight", (0, 1))],
+)
+def test_a_tensor_that_is_larger_than_the_engine_reads_is_refused(
+    name: str, grow: tuple[int, int], moe: tuple[Path, Path], moe_engine: Engine, load_weights: Any
+) -> None:
+    weights = load_weights(moe[1])
+    rows, columns = weights[name].shape
+    moe_engine.weights = weights | {name: torch.zeros(rows + grow[0], columns + grow[1], dtype=torch.bfloat16)}
+    with pytest.raises(ws.ManifestError, match="engine 0 reads .* elements of .*expects another shape") as caught:
+        moe_engine.connect()
+    assert caught.value.name == name
+
+
 def test_names_that_feed_nothing_are_reported_and_do_no_harm(
     moe: tuple[Path, Path], moe_engine: Engine, load_weights: Any, outputs: Any, reference: Any
 ) -> None:
