@@ -74,7 +74,7 @@ class Calls:
                     self.send(party, m.Poll(wait_s=POLL_S))
                 else:
                     answers[party] = replies
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and len(answers) < len(requests):
                 silent = [party for party in requests if party not in answers]
                 what = type(next(iter(requests.values()))).__name__
                 last = "".join(f"; when last heard, {party} {doing[party]}" for party in silent if doing.get(party))

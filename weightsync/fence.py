@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from weightsync import messages as m
-from weightsync.errors import AgreementError
+from weightsync.errors import AgreementError, RestartedError
 
 
 class Fence:
@@ -25,8 +25,14 @@ class Fence:
         self._retired: set[str] = set()
 
     def admit(self, call: m.Call) -> None:
-        """Note *call*; raises AgreementError where it is stale."""
+        """Note *call*.
+
+        Raises:
+            AgreementError: it is stale. RestartedError: nobody has opened this rank since its process began.
+        """
         opening = isinstance(call.request, m.Describe | m.OpenReceiver)
+        if not self._session and not opening:
+            raise RestartedError("this rank takes part in no weight sync: its process was restarted")
         if call.session in self._retired or (call.session != self._session and not opening):
             raise AgreementError(
                 "another weight sync has taken this rank over; use that one, or connect again", field="session"

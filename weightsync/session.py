@@ -152,7 +152,9 @@ class Session:
         if not self._linked:
             self._relink()
         elif late := [party for party, engine in self.engines.items() if not engine.linked]:
+            self._linked = False  # unless all goes well
             self._link(late)
+            self._linked = True
         connected = time.perf_counter() - started
         if connected > 0.001:
             phases["connect"] = connected

@@ -94,7 +94,7 @@ class UpdateMachine:
         """Parties that cannot be reached; the silent among them are still told to abort."""
         self._silent: set[str] = set()
         self._applying: set[str] = set()
-        """Engines that were told to apply, and have not said since that nothing came of it."""
+        """Engines that were told to apply. What came of it, if not all of it, they say in their answer to the abort."""
         self._mixed: set[str] = set()
         """Engines of which some rank holds a part of the new weights, or may."""
         self._waiting: dict[str, float] = {}
@@ -129,12 +129,10 @@ class UpdateMachine:
         self._answered[party] = now
         if party not in self._waiting or self.finished:
             return []
-        for reply in replies:
-            if isinstance(reply, m.Failed):
-                self._applying.discard(party)
-                if any(r.poisoned for r in replies if isinstance(r, m.Failed)):
-                    self._mixed.add(party)
-                return self._on_failure(party, reply.error.to_error(), now)
+        if failed := [reply for reply in replies if isinstance(reply, m.Failed)]:
+            if any(reply.poisoned for reply in failed):
+                self._mixed.add(party)
+            return self._on_failure(party, failed[0].error.to_error(), now)
         match self.phase:
             case Phase.PREPARE:
                 return self._on_prepared(party, replies, now)
@@ -152,12 +150,12 @@ class UpdateMachine:
 
     def on_error(self, party: str, error: WeightSyncError, now: float) -> list[Command]:
         """*party* cannot be reached any more: its process died, or the call itself failed."""
+        if party not in self._waiting or self.finished:
+            return []
         self._lost.add(party)
         if party in self._applying:
             self._mixed.add(party)
-            if self.phase is Phase.ABORT:
-                self.poisoned.setdefault(party, error)
-        return self._on_failure(party, error, now) if party in self._waiting and not self.finished else []
+        return self._on_failure(party, error, now)
 
     def on_tick(self, now: float) -> list[Command]:
         """Call now and then; a party that was silent for `timeout_s` has failed."""
@@ -167,10 +165,13 @@ class UpdateMachine:
         # Who does not answer at all is to blame before who answers that nothing moves, and a sender before a receiver.
         late.sort(key=lambda party: (self._answers(party, now), party in self._engines))
         commands: list[Command] = []
+        phase = self.phase
         for party in late:
-            if party in self._waiting and not self.finished:
-                if self._answers(party, now):
-                    reason = f"{party} made no progress for {self._timeout_s:g} s in phase {self.phase}"
+            answers = self._answers(party, now)
+            # What answers will do so to the abort that an earlier one of these has brought about; what is silent will not.
+            if party in self._waiting and not self.finished and (self.phase is phase or not answers):
+                if answers:
+                    reason = f"{party} made no progress for {self._timeout_s:g} s in phase {phase}"
                     if party in self._trainers:
                         reason += ": its source or a receiver is stuck"
                     elif sending := [trainer for trainer in self._trainers if trainer in self._waiting]:
@@ -178,17 +179,13 @@ class UpdateMachine:
                 else:
                     self._silent.add(party)
                     reason = (
-                        f"{party} did not answer for {self._timeout_s:g} s in phase {self.phase}: it is busy in a long "
+                        f"{party} did not answer for {self._timeout_s:g} s in phase {phase}: it is busy in a long "
                         "call, or stuck. An actor must be free while an update runs, or be async"
                     )
                 if doing := self._doing.get(party):
                     reason += f"; when last heard, {doing}"
-                error = UpdateTimeoutError(reason, rank=party, phase=self.phase.value)
-                commands += (
-                    self._on_failure(party, error, now)
-                    if self._answers(party, now)
-                    else self.on_error(party, error, now)
-                )
+                error = UpdateTimeoutError(reason, rank=party, phase=phase.value)
+                commands += self._on_failure(party, error, now) if answers else self.on_error(party, error, now)
         return commands
 
     def _since(self, party: str, since: float, now: float) -> float:
@@ -320,7 +317,9 @@ class UpdateMachine:
         return told + self._ask_all(committing, commit, now) + self._ask_all(broken, abort, now)
 
     def give_up(self, error: WeightSyncError, now: float) -> list[Command]:
-        """End the update with *error*, which happened on the coordinator's side, before anything was decided."""
+        """End the update with *error*, which happened on the coordinator's side, before anybody heard of a decision."""
+        if self.staged:
+            self._applying.clear()  # the commands to apply were not sent
         return self._abort(error, now)
 
     # ---- failure --------------------------------------------------------------------------------------------
@@ -331,6 +330,8 @@ class UpdateMachine:
             error.rank = party
             error.args = (f"{party}: {error}",)
         if self.phase is Phase.ABORT:
+            if party in self._applying or party in self._mixed:  # it does not say that nothing came of it
+                self.poisoned.setdefault(party, error)
             return self._done(party, now)
         applying = self.phase is Phase.APPLY or (self.phase is Phase.COMMIT and party in self._engines)
         if applying:
@@ -343,6 +344,7 @@ class UpdateMachine:
 
     def _abort(self, error: WeightSyncError, now: float) -> list[Command]:
         self.error = error
+        error.phase = error.phase or self.phase.value
         # Whoever else has applied a part says so in its answer to the abort.
         self._mixed.update(self.applied)
         self.poisoned = {engine: self.poisoned.get(engine, error) for engine in self._engines if engine in self._mixed}

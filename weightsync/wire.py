@@ -38,5 +38,5 @@ def unpack(payload: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
         raise TransportError(f"a message of {len(payload)} bytes came damaged: its checksum does not fit")
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"a malformed message came: {error}") from error

@@ -207,7 +207,7 @@ def test_a_tensor_that_is_larger_than_the_engine_reads_is_refused(
     weights = load_weights(moe[1])
     rows, columns = weights[name].shape
     moe_engine.weights = weights | {name: torch.zeros(rows + grow[0], columns + grow[1], dtype=torch.bfloat16)}
-    with pytest.raises(ws.ManifestError, match="engine 0 reads .* elements of .*expects another shape") as caught:
+    with pytest.raises(ws.ManifestError, match=r"engine 0 reads .* elements of .*expects another shape") as caught:
         moe_engine.connect()
     assert caught.value.name == name
 

@@ -6,12 +6,15 @@ at. Nothing blocks: a call that would wait is answered None, and is asked about 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from weightsync import messages as m
 from weightsync.config import SyncConfig
-from weightsync.errors import AgreementError, ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
+from weightsync.errors import ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.fence import Fence
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest, TensorMeta
@@ -70,6 +73,8 @@ class Wires:
 
     clock: Clock
     transfer_s: float
+    lag_s: Callable[[], float]
+    """How much later than over its links something comes to a rank: drawn for each transfer."""
     by_token: dict[str, Wire] = field(default_factory=dict)
 
 
@@ -167,7 +172,10 @@ class SimulatedTrainer:
             return m.Pending(progress=stream.progress(now), doing="sends")
         self._sending = None
         return m.Sent(
-            nbytes=4, content_digests=dict.fromkeys(ids, stream.content), changed_values=None, seconds=now - stream.began
+            nbytes=4,
+            content_digests=dict.fromkeys(ids, stream.content),
+            changed_values=None,
+            seconds=now - stream.began,
         )
 
     def _wait_connected(self, waited_s: float) -> m.Reply:
@@ -213,10 +221,13 @@ class SimulatedRank:
         """The version."""
         self._began = 0.0
         self._garbled = False
+        self._lag_s = 0.0
 
     def handle(self, call: m.Call) -> m.Reply | None:
         try:
             self.fence.admit(call)
+            if isinstance(call.request, m.OpenReceiver):
+                self._name = f"engine {call.request.engine} rank {self._rank}"
             if self.flaw == "fails" and not isinstance(call.request, m.Apply):
                 raise WeightSyncError("it broke")
             return self._answer(call.request)
@@ -252,6 +263,7 @@ class SimulatedRank:
                 self._receiving, self._began = request.version, self._wires.clock.now
                 self._connecting = self.applied = False
                 self._garbled = self.flaw == "garbles"
+                self._lag_s = math.inf if self.flaw == "stalls" else self._wires.lag_s()
                 return self._poll()
             case m.Poll():
                 return self._poll()
@@ -270,7 +282,6 @@ class SimulatedRank:
         if self.applied and self._receiving == request.decided:
             self._commit(request.decided)
         self.drop_links()
-        self._name = f"engine {request.engine} rank {self._rank}"
         self._config, self._manifest = request.config, request.manifest
         return m.ReceiverOpened(
             identity=self._identity,
@@ -306,7 +317,7 @@ class SimulatedRank:
         """Whether all has come; raises when nothing more will, or nothing came for too long."""
         now = self._wires.clock.now
         streams = [wire.stream for _, wire in self._links if wire.stream and wire.stream.version == self._receiving]
-        if len(streams) == len(self._links) and all(stream.arrived(now) for stream in streams):
+        if len(streams) == len(self._links) and all(stream.arrived(now - self._lag_s) for stream in streams):
             return True
         if any(wire.broken for _, wire in self._links):
             raise TransportError("a link broke")
@@ -358,24 +369,33 @@ class SimulatedRank:
 
 
 class SimulatedEngine:
-    """All ranks of an engine that generates during updates, and is held from apply to commit."""
+    """All ranks of an engine that generates during updates, with the side that stands before it: pauses it from apply to
+    commit, and lets it serve nobody while its weights are in doubt."""
 
     def __init__(self, num_ranks: int, pid: int, wires: Wires) -> None:
         self.ranks = [SimulatedRank(rank, pid, wires) for rank in range(num_ranks)]
         self.fence = Fence()
-        self.held = False
-        """Paused: serves nobody."""
         self.flaw = ""
-        """In the next call, of its last rank: "fails" (in apply half way), or "garbles" (a wrong byte comes); of all its
-        ranks: "unsure" (they do what they are asked, and the answer is that it failed)."""
+        """In the next call, of its last rank: "fails" (in apply half way), "garbles" (a wrong byte comes), or "stalls"
+        (the rest never comes); of all its ranks: "unsure" (they do what they are asked, and the answer is that it failed)."""
+        self.held = False
+        """Paused."""
+        self.doubt = ""
+        """"mixed" or "missed"."""
+        self._applied = 0
+        """The version that every rank holds and none has committed; 0: none."""
         self._call: m.Call | None = None
         self._replies: list[m.Reply | None] = []
+
+    @property
+    def serves(self) -> bool:
+        return not self.held and not self.doubt
 
     def handle(self, call: m.Call) -> list[m.Reply] | None:
         """None: some rank is still at it; then ask `proceed`, and nothing else."""
         try:
             self.fence.admit(call)
-        except AgreementError as error:
+        except WeightSyncError as error:
             return [m.Failed(error=ErrorInfo.of(error))]
         if isinstance(call.request, m.Apply):
             self.held = True
@@ -394,11 +414,44 @@ class SimulatedEngine:
         if len(replies) < len(self.ranks):
             return None
         if self.flaw == "unsure":
-            replies = [m.Failed(error=ErrorInfo.of(WeightSyncError("its workers did not answer")))]
-        ends = isinstance(request, m.Commit | m.Close) or (isinstance(request, m.Abort) and not request.hold)
-        if ends and all(isinstance(reply, m.Ok) and not reply.poisoned for reply in replies):
-            self.held = False
-        return replies
+            error = ErrorInfo.of(WeightSyncError("its workers did not answer"))
+            replies = [m.Failed(error=error, poisoned=isinstance(request, m.Apply | m.Commit))]
+        failed = any(isinstance(reply, m.Failed) for reply in replies)
+        self._settle(request, replies, failed)
+        ends = isinstance(request, m.OpenReceiver | m.Commit | m.Abort | m.Close)
+        self.held = self.held and not (ends and not self.doubt and not failed)
+        return [self._marked(reply) for reply in replies]
+
+    def _settle(self, request: m.Request, replies: list[m.Reply], failed: bool) -> None:
+        """What the ranks' answers mean for the engine."""
+        mixed = any(getattr(reply, "poisoned", False) for reply in replies)
+        match request:
+            case m.OpenReceiver() if not failed:
+                version = min(rank.version for rank in self.ranks)
+                if self._applied and version == self._applied:
+                    self._applied, self.doubt = 0, ""
+                elif version < request.decided:
+                    self.doubt = self.doubt or "missed"
+            case m.Apply():
+                mixed = mixed or (failed and any(isinstance(reply, m.Applied) for reply in replies))
+                self._applied = 0 if failed else request.version
+            case m.Commit() if not failed:
+                self._applied, self.doubt = 0, ""
+            case m.Commit():
+                mixed = mixed or any(isinstance(reply, m.Ok) for reply in replies)
+                self.doubt = self.doubt or "missed"
+            case m.Abort(hold=True):
+                self.doubt = self.doubt or "missed"
+        if isinstance(request, m.Abort | m.Close) and self._applied:
+            mixed = True
+        if mixed:
+            self._applied, self.doubt = 0, "mixed"
+
+    def _marked(self, reply: m.Reply) -> m.Reply:
+        """With what a rank cannot know."""
+        if self.doubt == "mixed" and isinstance(reply, m.ReceiverOpened | m.Prepared | m.Ok):
+            return msgspec.structs.replace(reply, poisoned=True)
+        return reply
 
     def drop_links(self) -> None:
         """Its process is gone."""
@@ -408,8 +461,3 @@ class SimulatedEngine:
 
 def simulated_identity(pid: int) -> Identity:
     return Identity(host="simulated", pid=pid, machine="simulated", weightsync="1", torch="2.0", python="3", started=1)
-
-
-def content_of(engine: SimulatedEngine) -> Iterable[tuple[int, dict[int, int]]]:
-    """(version, weights) of each rank."""
-    return [(rank.version, rank.weights) for rank in engine.ranks]

@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from weightsync import calls, fence, session
+from weightsync import calls, drive, fence, session
 from weightsync import messages as m
-from weightsync.errors import RestartedError, TransportError, WeightSyncError
+from weightsync.errors import ErrorInfo, RestartedError, TransportError, WeightSyncError
 from weightsync.identity import Identity
 from weightsync.testing.simulated_ranks import Clock, SimulatedEngine, SimulatedTrainer, Wires
 
@@ -72,7 +72,7 @@ class Simulation:
     def __init__(self, *, trainers: int, engines: Sequence[int], transfer_s: float = 0.03) -> None:
         """*engines* are numbers of ranks."""
         self.clock = Clock()
-        self._wires = Wires(self.clock, transfer_s)
+        self._wires = Wires(self.clock, transfer_s, self.lag_s)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ties, self._pids = itertools.count(), itertools.count(1000)
         self._processes: dict[str, _Process] = {}
@@ -84,6 +84,10 @@ class Simulation:
     def fate(self, party: str, call: m.Call) -> Fate:
         """What becomes of a call that is sent now."""
         return Fate()
+
+    def lag_s(self) -> float:
+        """How much later than on other ranks a transfer ends on the next one that begins it."""
+        return 0.0
 
     def handled(self, party: str, call: m.Call, replies: list[m.Reply] | None) -> None:
         """*party* has just done what it was asked; None: it is still at it."""
@@ -106,7 +110,9 @@ class Simulation:
         return {name: party for name, party in found.items() if isinstance(party, SimulatedTrainer)}
 
     def restart(self, party: str) -> None:
-        """Start the process of *party* anew; what it had not answered it never will."""
+        """Start the process of *party* anew, where it is dead."""
+        if self._processes[party].alive:
+            return
         self._start(party, self._processes[party].make)
         self._processes[party].opened = False
 
@@ -168,25 +174,25 @@ class Simulation:
             if message.fate.answer_s is not None:
                 self._after(message.fate.answer_s, lambda a=answer, g=message: g.fleet.take(party, g.number, a))  # type: ignore[misc]
 
-    def _handle(
-        self, party: str, process: _Process, message: _Message
-    ) -> Sequence[bytes] | WeightSyncError | None:
+    def _handle(self, party: str, process: _Process, message: _Message) -> Sequence[bytes] | WeightSyncError | None:
         fate, again = message.fate, process.busy is message
         if not process.opened:
             return RestartedError("this actor process takes part in no weight sync: it was restarted", rank=party)
         try:
             call = m.decode_call(message.payload)
         except TransportError as error:
-            return [m.encode(m.Failed(error=m.ErrorInfo.of(error)))]
+            return [m.encode(m.Failed(error=ErrorInfo.of(error)))]
         if fate.dies == "before":
-            return self._die(party, message)
+            self._die(party, message)
+            return None
         process.party.flaw = fate.flaw
         replies = process.party.proceed() if again else process.party.handle(call)
         self.handled(party, call, replies)
         if replies is None:
             return None
         if fate.dies:
-            return self._die(party, message)
+            self._die(party, message)
+            return None
         encoded = [m.encode(reply) for reply in replies]
         return [_flip(part) for part in encoded] if fate.damaged == "answer" else encoded
 
@@ -251,7 +257,7 @@ class SimulatedFleet:
 def virtual_time(clock: Clock) -> Iterator[None]:
     """Sessions, their calls and all fences read *clock*."""
     with ExitStack() as stack:
-        for module in (calls, fence, session):
+        for module in (calls, drive, fence, session):
             stack.enter_context(patch.object(module, "time", clock))
         yield
 
