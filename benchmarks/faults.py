@@ -26,7 +26,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.common import EXTENSION, VLLM_ENVIRONMENT, write_record
-from weightsync.testing.campaign import Campaign, Case, Outcome, Subject, Weights, control_cases, data_cases
+from weightsync.errors import EnginePoisonedError, EngineStateError
+from weightsync.testing.campaign import REFUSES, Campaign, Case, Outcome, Subject, Weights, control_cases, data_cases
 from weightsync.testing.faults import ACTIONS, FaultyAdapter
 from weightsync.testing.local import Handler
 from weightsync.testing.models import tiny_moe
@@ -87,8 +88,8 @@ def serve_vllm(folder: str) -> tuple[Handler, Subject]:
     def outputs() -> Any:
         try:
             found = llm.generate(prompts, asked, use_tqdm=False)
-        except Exception as error:  # a poisoned engine refuses
-            return type(error).__name__
+        except (EnginePoisonedError, EngineStateError):
+            return REFUSES
         return [
             (
                 list(request.outputs[0].token_ids),
@@ -188,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=["torch", "vllm"], help="this kind only")
     parser.add_argument("--transport", choices=["shared_memory", "broadcast"], help="this one only")
+    parser.add_argument("--apply", choices=["staged", "streaming"], help="this one only")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/faults.json"))
     parser.add_argument("--docs", type=Path, help="the page whose table is renewed")
     arguments = parser.parse_args()
@@ -199,7 +201,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_models(folder)
         for engine, transport, apply in CONFIGURATIONS:
-            if arguments.engine in (None, engine) and arguments.transport in (None, transport):
+            asked = (arguments.engine, arguments.transport, arguments.apply)
+            if all(wanted in (None, of) for wanted, of in zip(asked, (engine, transport, apply), strict=True)):
                 outcomes = [o for o in outcomes if (o.engine, o.transport, o.apply) != (engine, transport, apply)]
                 outcomes += run(engine, transport, apply, folder, console)
                 write_record(arguments.out, VERSIONS, {"outcomes": msgspec.to_builtins(outcomes)})

@@ -40,6 +40,9 @@ from weightsync.testing.local import Handler, LocalFleet, in_process_party
 from weightsync.testing.processes import ProcessParty, Serve
 
 TRANSPORTS = ("shared_memory", "broadcast")
+REFUSES = "refuses to serve"
+"""What the snapshot of an engine is whose guard refuses requests."""
+
 Weights = Mapping[str, torch.Tensor]
 Seeded = Callable[[int], Weights]
 """Weights A (seed 0) and B (seed 1); importable by name."""
@@ -307,6 +310,8 @@ class Campaign:
             if not self._parties[name].is_alive():
                 continue
             found = self._parties[name].ask(look)
+            if found == REFUSES and (error is not None or poisoned):
+                continue  # so nobody gets anything from it
             held[name] = self._known[name].index(found) if found in self._known[name] else None
         serving = {name: seed for name, seed in held.items() if name not in poisoned}
         if None in serving.values():
