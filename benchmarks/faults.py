@@ -118,6 +118,11 @@ def cases(engine: str, apply: str) -> list[Case]:
     return found
 
 
+def brief(outcome: Outcome) -> Outcome:
+    """For the record."""
+    return msgspec.structs.replace(outcome, error=outcome.error[:120], seconds=round(outcome.seconds, 2))
+
+
 def run(engine: str, transport: str, apply: str, folder: str, console: Console) -> list[Outcome]:
     settings: dict[str, Any] = {"transport": transport, "apply": apply, "engine": engine}
     if engine == "vllm":
@@ -128,7 +133,7 @@ def run(engine: str, transport: str, apply: str, folder: str, console: Console) 
         }
     started = time.monotonic()
     with Campaign(**settings) as campaign:
-        outcomes = [campaign.run(case) for case in cases(engine, apply)]
+        outcomes = [brief(campaign.run(case)) for case in cases(engine, apply)]
     counted = Counter(outcome.result for outcome in outcomes if outcome.fired)
     slowest = max(outcome.seconds for outcome in outcomes)
     console.print(

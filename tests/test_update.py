@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from weightsync import messages as m
 from weightsync.errors import (
     AgreementError,
     DigestError,
-    EnginePoisonedError,
     ErrorInfo,
     IncompleteUpdateError,
     TransportError,
@@ -362,71 +359,3 @@ def test_replies_that_nobody_waits_for_are_ignored() -> None:
     assert done.on_error("engine 0", WeightSyncError("late"), 2.0) == []
     assert done.on_tick(1e9) == []
     assert done.phase is Phase.DONE
-
-
-OUTCOMES = ["good"] * 12 + ["pending", "fail", "die", "silent", "wrong digest"]
-
-
-@settings(max_examples=150, deadline=None)
-@given(trainers=st.integers(1, 8), engines=st.integers(1, 8), staged=st.booleans(), data=st.data())
-def test_whatever_fails_in_whatever_order_it_ends_and_keeps_its_promises(
-    trainers: int, engines: int, staged: bool, data: st.DataObject
-) -> None:
-    target = machine(trainers, engines, staged=staged)
-    draw = data.draw
-    now, steps = 0.0, 0
-    open_commands: dict[str, Command] = {}
-    voted: set[str] = set()
-    really_applied: set[str] = set()
-    broken: set[str] = set()
-
-    def take(commands: list[Command]) -> None:
-        for command in commands:
-            if isinstance(command.request, m.Apply) and staged:
-                assert len(voted) == engines, "applied before every engine had voted"
-                assert len(target.sent) == trainers
-            if isinstance(command.request, m.Commit) and command.party.startswith("engine"):
-                assert command.party in really_applied, "committed an engine that did not apply"
-                assert command.party not in broken
-            open_commands[command.party] = command
-
-    take(target.start(now))
-    while not target.finished:
-        steps += 1
-        assert steps < 2000, "it does not end"
-        alive = sorted(open_commands)
-        if not alive or draw(st.integers(0, 19)) == 0:
-            now += TIMEOUT_S / 2
-            take(target.on_tick(now))
-            continue
-        command = open_commands.pop(draw(st.sampled_from(alive)))
-        party, request = command.party, command.request
-        outcome = draw(st.sampled_from(OUTCOMES))
-        if outcome == "silent":
-            continue
-        if outcome == "die":
-            broken.add(party)
-            take(target.on_error(party, TransportError(f"{party} is gone"), now))
-            continue
-        reply: m.Reply = good_reply(command, trainers=trainers)
-        if outcome == "fail":
-            reply = failed(WeightSyncError(f"{party} failed"))
-            broken |= {party} if isinstance(request, m.Apply) else set()
-        elif outcome == "pending" and isinstance(request, m.Transfer | m.Poll):
-            reply = m.Pending(progress=steps)
-        elif outcome == "wrong digest" and isinstance(reply, m.Vote):
-            reply = vote(1)
-        if isinstance(reply, m.Applied):
-            really_applied.add(party)
-        if isinstance(reply, m.Vote):
-            voted.add(party)
-        take(target.on_reply(party, [reply], now))
-
-    if target.phase is Phase.DONE:
-        healthy = {f"engine {i}" for i in range(engines)} - set(target.poisoned)
-        assert healthy <= really_applied
-        assert (target.error is None) == (not target.poisoned)
-    else:
-        assert target.error is not None
-        assert staged or really_applied <= set(target.poisoned) or target.phases.keys() == {"prepare", "abort"}
-    assert not any(isinstance(error, EnginePoisonedError) for error in target.poisoned.values())

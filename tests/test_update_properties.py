@@ -24,7 +24,7 @@ from weightsync import messages as m
 from weightsync.config import SyncConfig
 from weightsync.errors import AgreementError, ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.session import Session
-from weightsync.testing.simulated_ranks import SimulatedEngine
+from weightsync.testing.simulated_engine import SimulatedEngine
 from weightsync.testing.simulation import Fate, SimulatedFleet, Simulation, virtual_time
 from weightsync.update import Command, Phase, UpdateMachine
 
@@ -438,6 +438,25 @@ def refusing_disk(after: int | None) -> Any:
 
 # ---- the machine alone: every answer to every command --------------------------------------------------------------
 
+PREPARED = m.Prepared(version=4, epoch=3, manifest_digest="m", plan_digest="p")
+
+
+def new_machine(trainers: int, engines: int, *, staged: bool = True) -> tuple[UpdateMachine, list[str]]:
+    """With all its parties."""
+    names = [f"trainer {i}" for i in range(trainers)], [f"engine {i}" for i in range(engines)]
+    machine = UpdateMachine(
+        version=5,
+        epoch=3,
+        manifest_digest="m",
+        trainers=names[0],
+        engines=names[1],
+        staged=staged,
+        timeout_s=TIMEOUT_S,
+        plan_digests=dict.fromkeys([*names[0], *names[1]], "p"),
+    )
+    return machine, [*names[0], *names[1]]
+
+
 Answers = st.sampled_from(
     [*["well"] * 14, "pending", "failed", "in part", "poisoned", "dead", "silent", "wrong digest"]
 )
@@ -449,16 +468,7 @@ def test_whatever_the_parties_answer_the_machine_ends_and_knows_which_engines_ar
     trainers: int, engines: int, staged: bool, data: st.DataObject
 ) -> None:
     """Without a fence, and with answers that no real rank would give."""
-    machine = UpdateMachine(
-        version=5,
-        epoch=3,
-        manifest_digest="m",
-        trainers=[f"trainer {i}" for i in range(trainers)],
-        engines=[f"engine {i}" for i in range(engines)],
-        staged=staged,
-        timeout_s=TIMEOUT_S,
-        plan_digests={f"{kind} {i}": "p" for kind in ("trainer", "engine") for i in range(6)},
-    )
+    machine, parties = new_machine(trainers, engines, staged=staged)
     now, asked = 0.0, dict[str, Command]()
     voted, holds = set[str](), dict[str, str]()
     dead, aborted, held_back = set[str](), set[str](), set[str]()
@@ -484,7 +494,7 @@ def test_whatever_the_parties_answer_the_machine_ends_and_knows_which_engines_ar
             return m.Failed(error=ErrorInfo.of(WeightSyncError("broke")), poisoned=how == "poisoned")
         match command.request:
             case m.Prepare():
-                return m.Prepared(version=4, epoch=3, manifest_digest="m", plan_digest="p")
+                return PREPARED
             case m.Transfer() | m.Poll() if how == "pending":
                 return m.Pending(progress=len(draws))
             case m.Transfer() | m.Poll() if trainer:
@@ -531,53 +541,33 @@ def test_whatever_the_parties_answer_the_machine_ends_and_knows_which_engines_ar
         assert machine.error is not None
         assert machine.error.rank
         assert machine.error.phase
-        assert {*(f"trainer {i}" for i in range(trainers)), *(f"engine {i}" for i in range(engines))} - dead <= aborted
+        assert set(parties) - dead <= aborted
         assert all(holds.get(engine, "old") == "old" for engine in engines_left)
     assert all(error.rank and error.phase for error in machine.poisoned.values())
 
 
 def test_a_party_that_still_answers_is_waited_for_when_another_has_timed_out() -> None:
     """What an engine says to the abort is needed: it may have begun to apply."""
-    machine = UpdateMachine(
-        version=1,
-        epoch=1,
-        manifest_digest="m",
-        trainers=["trainer 0", "trainer 1"],
-        engines=["engine 0"],
-        staged=True,
-        timeout_s=TIMEOUT_S,
-        plan_digests=dict.fromkeys(("trainer 0", "trainer 1", "engine 0"), "p"),
-    )
+    machine, parties = new_machine(2, 1)
     machine.start(0.0)
-    for party in ("trainer 0", "trainer 1", "engine 0"):
-        machine.on_reply(party, [m.Prepared(version=0, epoch=1, manifest_digest="m", plan_digest="p")], 0.0)
-    for now in (0.5, 1.0):
-        for party in ("trainer 0", "trainer 1", "engine 0"):
-            machine.on_reply(party, [m.Pending()], now)
+    for reply, now in ((PREPARED, 0.0), (m.Pending(), 0.5), (m.Pending(), 1.0)):
+        for party in parties:
+            machine.on_reply(party, [reply], now)
     commands = machine.on_tick(TIMEOUT_S + 0.1)
     assert isinstance(machine.error, UpdateTimeoutError)
     assert machine.error.rank == "trainer 0"
-    assert [command.party for command in commands] == ["trainer 0", "trainer 1", "engine 0"]
-    for party in ("trainer 0", "trainer 1", "engine 0"):
+    assert [command.party for command in commands] == parties
+    for party in parties:
         assert not machine.finished
         machine.on_reply(party, [m.Ok()], TIMEOUT_S + 0.2)
     assert machine.phase is Phase.FAILED
 
 
 def test_a_decision_that_could_not_be_noted_leaves_no_engine_in_doubt_even_one_that_does_not_answer() -> None:
-    machine = UpdateMachine(
-        version=1,
-        epoch=1,
-        manifest_digest="m",
-        trainers=["trainer 0"],
-        engines=["engine 0"],
-        staged=True,
-        timeout_s=TIMEOUT_S,
-        plan_digests=dict.fromkeys(("trainer 0", "engine 0"), "p"),
-    )
+    machine, parties = new_machine(1, 1)
     machine.start(0.0)
-    for party in ("trainer 0", "engine 0"):
-        machine.on_reply(party, [m.Prepared(version=0, epoch=1, manifest_digest="m", plan_digest="p")], 0.0)
+    for party in parties:
+        machine.on_reply(party, [PREPARED], 0.0)
     machine.on_reply("trainer 0", [m.Sent(nbytes=1, content_digests={1: 7}, changed_values=None, seconds=0.0)], 0.0)
     machine.on_reply("engine 0", [m.Vote(nbytes=1, content_digests={1: 7}, peak_staging_bytes=0, seconds=0.0)], 0.0)
     assert machine.decided

@@ -86,7 +86,8 @@ class UpdateMachine:
         self.phases: dict[str, float] = {}
         self._epoch = epoch
         self._manifest_digest = manifest_digest
-        self._trainers, self._engines = tuple(trainers), tuple(engines)
+        # Ordered, and quick to look into for thousands.
+        self._trainers, self._engines = dict.fromkeys(trainers), dict.fromkeys(engines)
         self.staged = staged
         self._timeout_s = timeout_s
         self._plan_digests, self._links, self._expected = plan_digests, links, expected

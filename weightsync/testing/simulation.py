@@ -19,7 +19,8 @@ from weightsync import calls, drive, fence, session
 from weightsync import messages as m
 from weightsync.errors import ErrorInfo, RestartedError, TransportError, WeightSyncError
 from weightsync.identity import Identity
-from weightsync.testing.simulated_ranks import Clock, SimulatedEngine, SimulatedTrainer, Wires
+from weightsync.testing.simulated_engine import SimulatedEngine
+from weightsync.testing.simulated_trainer import Clock, SimulatedTrainer, Wires
 
 LATENCY_S = 0.001
 _LOOK_S = 0.05  # how often a party that works is looked at
