@@ -108,7 +108,7 @@ class WeightSync:
         self._coordinator = start.options(
             name=f"weightsync-{self._owner}",
             get_if_exists=True,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(self._node, soft=True),
+            scheduling_strategy=self._place(),
         ).remote(self._owner, self._trainers, self._engines, self._source, self._target, self.config)
         try:
             self._get("open")
@@ -117,6 +117,12 @@ class WeightSync:
                 ray.kill(self._coordinator)
             self._coordinator = None
             raise
+
+    def _place(self) -> Any:
+        """On the node that called connect, where the version log is, as long as there is such a node. Soft affinity is
+        not enough: Ray 2.60 was seen to take another node with room on this one."""
+        alive = any(node["NodeID"] == self._node and node["Alive"] for node in ray.nodes())
+        return NodeAffinitySchedulingStrategy(self._node, soft=False) if alive else "DEFAULT"
 
     def update(self) -> UpdateReport:
         """Bring every engine to the trainers' present weights, as the next version.

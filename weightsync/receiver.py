@@ -36,6 +36,9 @@ class ReceiverRank:
         self._coalescer: Coalescer | None = None
         self._started = 0.0
         self._applied = False
+        """Some of the version is in the model."""
+        self._whole = False
+        """All of it is."""
         self.poisoned = False
         self.fence = Fence()
         self._plan_digest = ""
@@ -72,7 +75,7 @@ class ReceiverRank:
                 raise WeightSyncError(f"an engine cannot handle {type(request).__name__}")
 
     def _open(self, request: m.OpenReceiver) -> m.ReceiverOpened:
-        if self._applied and self._coalescer is not None and self._coalescer.version == request.decided:
+        if self._whole and self._coalescer is not None and self._coalescer.version == request.decided:
             self._commit(request.decided)  # the coordinator that decided so is gone
         self._drop_links()
         self.name = f"engine {request.engine} rank {self._rank}"
@@ -161,7 +164,7 @@ class ReceiverRank:
         assert self._manifest is not None and self._load_map is not None
         self._connecting = None
         self._started = time.perf_counter()
-        self._applied = False
+        self._applied = self._whole = False
         self._coalescer = Coalescer(
             self._manifest,
             self._load_map.groups,
@@ -228,10 +231,11 @@ class ReceiverRank:
             raise
         finally:
             self._applied = self._coalescer.num_handed_out > 0
+        self._whole = True
         return m.Applied(vote=self._vote(), seconds=time.perf_counter() - start, reloads=reloads)
 
     def _commit(self, version: int) -> m.Ok:
-        if self._coalescer is None or self._coalescer.version != version or not self._applied:
+        if self._coalescer is None or self._coalescer.version != version or not self._whole:
             raise WeightSyncError(f"version {version} was not applied, it cannot be committed")
         self._forget_update()
         self.poisoned = False
@@ -247,7 +251,8 @@ class ReceiverRank:
             self._coalescer.close()
         for work in self._receiving:
             work.join(self._config.timeout_s)
-        self._coalescer, self._receiving, self._applied = None, [], False
+        self._coalescer, self._receiving = None, []
+        self._applied = self._whole = False
 
     def _drop_links(self) -> None:
         self.poisoned = self.poisoned or self._applied  # applied but never committed

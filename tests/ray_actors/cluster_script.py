@@ -61,8 +61,9 @@ def main() -> None:
         initialize_head=True,
         head_node_args={"num_cpus": 1, "object_store_memory": 10**8, "include_dashboard": False},
     )
-    far = cluster.add_node(num_cpus=1, object_store_memory=10**8)
+    # With one node there, this process belongs to it, and with it the coordinator.
     ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+    far = cluster.add_node(num_cpus=1, object_store_memory=10**8)
     trainer, near, lost = start(1, cluster.head_node), start(2, cluster.head_node), start(3, far)
     rules = [{"use": "shared_memory", "same_node": True}, {"use": "broadcast"}]
     config = {"transport": rules, "timeout_s": 20}
