@@ -7,7 +7,7 @@ import pytest
 from weightsync.testing.campaign import Campaign, control_cases, data_cases
 from weightsync.testing.faults import ACTIONS
 
-EVERY = 8
+EVERY = 13
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ EVERY = 8
         (0, "shared_memory", "staged"),
         (2, "broadcast", "staged"),
         (4, "shared_memory", "streaming"),
-        (7, "broadcast", "streaming"),
+        (9, "broadcast", "streaming"),
     ],
 )
 def test_no_fault_corrupts_hangs_or_outlives_the_next_update(first: int, transport: str, apply: str) -> None:

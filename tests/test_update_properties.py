@@ -460,12 +460,12 @@ def new_machine(trainers: int, engines: int, *, staged: bool = True) -> tuple[Up
 Mishap = st.sampled_from(["pending", "failed", "in part", "poisoned", "dead", "silent", "silent", "wrong digest"])
 
 
-@settings(examples, max_examples=600)
+@settings(examples, max_examples=1500)
 @given(
     trainers=st.integers(1, 4),
     engines=st.integers(1, 6),
     staged=st.booleans(),
-    mishaps=st.dictionaries(st.integers(0, 40), Mishap, max_size=5),
+    mishaps=st.dictionaries(st.integers(0, 40), Mishap, min_size=1, max_size=8),
     seed=st.integers(0, 99),
 )
 def test_whatever_the_parties_answer_the_machine_ends_and_knows_which_engines_are_mixed(
@@ -476,12 +476,15 @@ def test_whatever_the_parties_answer_the_machine_ends_and_knows_which_engines_ar
     order = random.Random(seed)
     now, asked = 0.0, dict[str, Command]()
     voted, holds = set[str](), dict[str, str]()
-    dead, aborted, held_back = set[str](), set[str](), set[str]()
+    dead, aborted, held_back, garbled = set[str](), set[str](), set[str](), set[str]()
+    applied, committed = set[str](), set[str]()
+    """By their own answers."""
 
     def take(commands: list[Command]) -> None:
         for command in commands:
-            if isinstance(command.request, m.Apply) and staged:
-                assert len(voted) == engines, "applied before every engine had voted"
+            if isinstance(command.request, m.Commit) or (isinstance(command.request, m.Apply) and staged):
+                assert len(voted) == engines, "decided before every engine had voted"
+                assert not garbled, "decided on what nobody sent"
             if isinstance(command.request, m.Commit) and command.party.startswith("engine"):
                 assert holds.get(command.party) == "new", "committed an engine that did not apply"
                 assert command.party not in machine.poisoned
@@ -530,17 +533,22 @@ def test_whatever_the_parties_answer_the_machine_ends_and_knows_which_engines_ar
             take(machine.on_error(party, TransportError("gone"), now))
             continue
         reply = answer(command, how)
-        if isinstance(reply, m.Vote):
+        if isinstance(reply, m.Vote if staged else m.Applied):
             voted.add(party)
+            garbled.update({party} if how == "wrong digest" else ())
         if isinstance(command.request, m.Apply):
             failed = {"failed": holds.get(party, "old"), "poisoned": "mixed", "in part": "mixed"}
             holds[party] = failed.get(how, "new")
+        for kind, done in ((m.Apply, applied), (m.Commit, committed)):
+            if isinstance(command.request, kind) and how not in ("failed", "poisoned", "in part"):
+                done.add(party)
         others = [m.Failed(error=ErrorInfo.of(WeightSyncError("it did not begin")))] if how == "in part" else []
         take(machine.on_reply(party, [reply, *others], now))
 
     engines_left = {f"engine {i}" for i in range(engines)} - machine.poisoned.keys()
     if machine.phase is Phase.DONE:
         assert all(holds.get(engine) == "new" for engine in engines_left)
+        assert engines_left <= committed
         assert (machine.error is None) == (not machine.poisoned)
         missed = {engine for engine, error in machine.poisoned.items() if error.phase == "apply"}
         assert missed - dead <= held_back, "the others have gone on"
@@ -549,6 +557,7 @@ def test_whatever_the_parties_answer_the_machine_ends_and_knows_which_engines_ar
         assert machine.error.rank
         assert machine.error.phase
         assert set(parties) - dead <= aborted
+        assert not (staged and applied), "a decision is rolled forward"
         assert all(holds.get(engine, "old") == "old" for engine in engines_left)
     assert all(error.rank and error.phase for error in machine.poisoned.values())
 
