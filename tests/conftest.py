@@ -55,7 +55,12 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     ray.init(
-        num_cpus=8, object_store_memory=10**9, include_dashboard=False, logging_level="warning", log_to_driver=False
+        address="local",  # never one that another program has left running
+        num_cpus=8,
+        object_store_memory=10**9,
+        include_dashboard=False,
+        logging_level="warning",
+        log_to_driver=False,
     )
     yield
     ray.shutdown()
