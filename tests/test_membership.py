@@ -26,6 +26,8 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
+from weightsync.loadmap import LoadMap
+from weightsync.manifest import Manifest
 from weightsync.receiver import ReceiverRank
 from weightsync.sender import SenderRank
 from weightsync.session import Session
@@ -72,7 +74,13 @@ class Engine:
 class Adapter(TorchModuleAdapter):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
-        self.applied = self.failures = 0
+        self.applied = self.failures = self.refusals = 0
+
+    def load_map(self, manifest: Manifest) -> LoadMap:
+        if self.refusals:
+            self.refusals -= 1
+            raise RuntimeError("still starting")
+        return super().load_map(manifest)
 
     def apply(self, groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> int:
         self.applied += 1
@@ -124,6 +132,13 @@ class World:
         report = self.session.add_engine(self.fleet.add(engine, restart=engine.reopen))
         self.engines.append(engine)
         return report
+
+    def restart_and_refuse(self, times: int) -> None:
+        """Engine 1 cannot be opened so many times; its process before is gone, as the coordinator sees it."""
+        member, engine = self.session.engines["engine 1"], self.engines[1]
+        member.ranks = tuple(replace(rank, identity=replace(rank.identity, pid=0)) for rank in member.ranks)
+        engine.restart(30)
+        engine.adapter.refusals = times
 
     def exact(self) -> bool:
         return all(weights(engine.module) == weights(self.module) for engine in self.engines)
@@ -231,6 +246,36 @@ def test_a_restarted_engine_is_opened_again_and_comes_in_with_the_update() -> No
     assert "restarted" in report.failed_attempts[0]
 
 
+@pytest.mark.parametrize("policy", ["raise", "remove"])
+def test_a_restarted_engine_that_cannot_be_opened_is_opened_by_the_next_update(policy: str) -> None:
+    world = World(on_lost_engine=policy)
+    world.session.update()
+    world.restart_and_refuse(times=2)
+    before = weights(world.engines[0].module)
+    world.step()
+    for _ in range(2):
+        with pytest.raises(WeightSyncError, match="engine 1 rank 0: RuntimeError: still starting"):
+            world.session.update()
+        assert weights(world.engines[0].module) == before
+        assert world.session.status()["admitted"] == ["engine 0"]
+    report = world.session.update()
+    assert (report.version, report.joined, report.failed_attempts) == (2, ("engine 1",), ())
+    assert world.exact()
+    assert world.session.status()["admitted"] == ["engine 0", "engine 1"]
+
+
+def test_a_restarted_engine_that_is_gone_before_it_could_be_opened_is_left_out_where_the_config_says_so() -> None:
+    world = World(on_lost_engine="remove")
+    world.session.update()
+    world.restart_and_refuse(times=1)
+    world.step()
+    with pytest.raises(WeightSyncError, match="still starting"):
+        world.session.update()
+    del world.fleet._restarts["engine 1"], world.engines[1]
+    assert world.session.update().lost == ("engine 1",)
+    assert world.exact()
+
+
 def test_a_restarted_trainer_continues_at_the_right_version() -> None:
     world = World(version_log=None)
     world.session.update()
@@ -260,8 +305,9 @@ def test_a_restarted_trainer_with_other_tensors_is_refused() -> None:
 
     world.fleet._start("trainer 0", trainer)
     world.fleet.add_restart("trainer 0", reopen)
-    with pytest.raises(AgreementError, match=r"trainer 0 was restarted and holds other tensors.*connect again"):
-        world.session.update()
+    for _ in range(2):
+        with pytest.raises(AgreementError, match=r"trainer 0 was restarted and holds other tensors.*connect again"):
+            world.session.update()
 
 
 def test_versions_continue_from_the_log_when_every_process_is_new(tmp_path: Path) -> None:

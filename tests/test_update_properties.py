@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from weightsync import messages as m
@@ -353,6 +353,16 @@ class Story:
     faults=Faults,
     changes=st.tuples(*[st.sampled_from(["", "", "add", "remove"])] * ROUNDS),
     seed=st.integers(0, 99),
+)
+@example(
+    sizes={"trainers": 1, "engines": [1]},
+    config={"apply": "staged", "retries": 0, "on_failure": "raise", "on_lost_engine": "raise"},
+    faults=[
+        (0, 0, m.Prepare, Fate(dies="before", restarts=True)),
+        (1, 0, m.OpenReceiver, Fate(flaw="fails")),
+    ],
+    changes=("", ""),
+    seed=0,
 )
 def test_no_engine_serves_what_was_not_decided_every_update_ends_and_the_next_one_heals(
     sizes: dict[str, Any], config: dict[str, Any], faults: list[Fault], changes: tuple[str, ...], seed: int

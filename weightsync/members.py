@@ -9,7 +9,7 @@ from weightsync import messages as m
 from weightsync.blame import find_unwell
 from weightsync.calls import Calls
 from weightsync.config import SyncConfig
-from weightsync.errors import AgreementError, ManifestError
+from weightsync.errors import AgreementError, ManifestError, TransportError
 from weightsync.identity import Identity, check_versions
 from weightsync.interfaces import Fleet
 from weightsync.manifest import Manifest
@@ -40,6 +40,8 @@ class Members:
         self.owned: list[tuple[str, ...]] = []
         """Per trainer the names that it sends."""
         self.engines: dict[str, Engine] = {}
+        self._restarted: dict[str, bool] = {}
+        """Parties to be opened again -> whether there is a new process: False where that one is gone, too."""
 
     def open(self, *, decided: int) -> None:
         """Ask everybody, and agree on manifest, owners and library versions; *decided*: see `OpenReceiver`."""
@@ -90,16 +92,33 @@ class Members:
                     name=name,
                 )
 
-    def reopen(self, party: str, *, decided: int) -> None:
-        """Take a party in again whose process was restarted.
+    def note_restarted(self, party: str) -> None:
+        """A party answers that its process was restarted; `reopen` takes it in again."""
+        self._restarted[party] = True
+        if party in self.engines:
+            self.engines[party].admitted = False
+
+    def reopen(self, *, decided: int) -> None:
+        """Take parties in again whose processes were restarted.
 
         Raises:
+            WeightSyncError: one cannot be opened; it and those after it are tried again by the next call.
             AgreementError: a trainer holds other tensors than before.
         """
-        self._fleet.reopen(party)
-        if party in self.engines:
-            self.open_engines(party, decided=decided)
-            return
+        for party in list(self._restarted):
+            self._restarted[party] = True
+            try:
+                self._fleet.reopen(party)
+            except TransportError:
+                self._restarted[party] = False
+                raise
+            if party in self.engines:
+                self.open_engines(party, decided=decided)
+            else:
+                self._describe_again(party)
+            del self._restarted[party]
+
+    def _describe_again(self, party: str) -> None:
         described = _description(self._calls.ask({party: m.Describe(config=self._config)})[party])
         if described.manifest.digest != self.trainers[party].manifest.digest:
             raise AgreementError(
@@ -113,6 +132,7 @@ class Members:
         """Say goodbye to an engine, which may not hear it."""
         self._calls.send(party, m.Close())
         self.engines.pop(party, None)
+        self._restarted.pop(party, None)
         self._fleet.remove(party)
 
     @property
@@ -148,8 +168,12 @@ class Members:
         return trainers | {rank.load.rank: rank.identity for rank in self._ranks()}
 
     def unwell(self) -> dict[str, str]:
-        """Ranks whose processes are "gone" or "stopped"; takes a few seconds at most."""
-        return find_unwell(self.identities(), self._fleet.process_state)
+        """Ranks whose processes are "gone" or "stopped"; takes a few seconds at most.
+
+        Not those of a party that answers from a new process: which one that is, is known when it has been opened.
+        """
+        known = {rank: who for rank, who in self.identities().items() if not self._restarted.get(_party(rank))}
+        return find_unwell(known, self._fleet.process_state)
 
     def gone(self, unwell: Mapping[str, str] | None = None) -> list[str]:
         """Engines of which some rank's process is gone."""
@@ -167,6 +191,11 @@ class Members:
 
     def _ranks(self) -> list[m.ReceiverOpened]:
         return [rank for engine in self.engines.values() for rank in engine.ranks]
+
+
+def _party(rank: str) -> str:
+    """ "engine 1 rank 3" is of "engine 1", a trainer is one rank."""
+    return rank.partition(" rank ")[0]
 
 
 def _description(replies: tuple[m.Reply, ...]) -> m.Description:

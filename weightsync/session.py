@@ -107,24 +107,26 @@ class Session:
     def update(self) -> UpdateReport:
         """Bring every engine to the next version; see `weightsync.update` for what can happen.
 
-        After a failure: a party that was restarted is opened again, an engine that is gone is left out where the config
-        says so, and what a retry can cure is tried again, `retries` times; each time from the start.
+        After a failure: a party that was restarted is opened again (where that fails, by the next update), an engine
+        that is gone is left out where the config says so, and what a retry can cure is tried again, `retries` times; each
+        time from the start.
         """
         failures: list[str] = []
         lost: list[str] = []
-        reopened: set[str] = set()
+        restarted: set[str] = set()
         retries = self._config.retries
         while True:
             try:
+                self._members.reopen(decided=self._log.decided)
                 report = self._attempt(last=retries == 0)
             except WeightSyncError as error:
                 unwell = self._members.unwell()
                 explain(error, unwell, self._members.identities())
                 self._members.note_gone(unwell)
-                if isinstance(error, RestartedError) and error.rank and error.rank not in reopened:
-                    reopened.add(error.rank)
+                if isinstance(error, RestartedError) and error.rank and error.rank not in restarted:
+                    restarted.add(error.rank)
                     self._linked = False
-                    self._members.reopen(error.rank, decided=self._log.decided)
+                    self._members.note_restarted(error.rank)
                 elif dropped := self._drop_lost():
                     lost += dropped
                 elif retries and isinstance(error, _RETRIABLE):
