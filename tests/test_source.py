@@ -90,6 +90,63 @@ def test_a_collective_source_is_iterated_to_its_end_whatever_this_rank_sends() -
     assert made == list(HELD)
 
 
+def test_what_was_checked_is_sent_without_looking_again() -> None:
+    """Once: a second transfer looks anew."""
+    looks: list[dict[str, torch.Tensor]] = []
+
+    def look() -> dict[str, torch.Tensor]:
+        looks.append({name: tensor.clone() for name, tensor in HELD.items()})
+        return looks[-1]
+
+    of = source(look)
+    manifest = of.manifest()
+    of.check(manifest, ("a",))
+    for i in (1, 2):
+        ((_, tensor),) = of.tensors(manifest, ("a",))
+        assert tensor is looks[i]["a"]
+    of.check(manifest, ("a",))
+    ((_, tensor),) = of.tensors(manifest, ("b",))
+    assert tensor is looks[4]["b"], "other names than were checked"
+    assert len(looks) == 5
+
+
+@pytest.mark.parametrize(
+    ("get", "held"),
+    [
+        (tied, True),
+        (lambda: HELD, True),
+        (lambda: list(HELD.items()), True),
+        (lambda: HELD.items(), False),
+        (lambda: iter(HELD.items()), False),
+    ],
+    ids=["module", "mapping", "list", "view", "iterator"],
+)
+def test_a_source_says_whether_its_tensors_exist_at_once(get: Callable[[], Any], held: bool) -> None:
+    of = source(get)
+    manifest = of.manifest()
+    assert of.held is held
+    of.check(manifest, ())
+    assert of.held is held
+
+
+def test_a_collective_source_is_iterated_to_its_end_though_a_tensor_changed() -> None:
+    made: list[str] = []
+
+    def collective() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in HELD.items():
+            made.append(name)
+            yield name, tensor
+
+    of = source(collective)
+    manifest = Manifest.from_tensors(HELD | {"a": torch.ones(3, 3)})
+    sent = of.tensors(manifest, tuple(HELD))
+    made.clear()
+    assert next(sent)[0].name == "b"
+    with pytest.raises(ManifestError, match=r"a \(float32, \[3, 3\]\) was announced"):
+        next(sent)
+    assert made == list(HELD)
+
+
 def test_a_lazy_source_makes_one_tensor_at_a_time() -> None:
     made: list[str] = []
 

@@ -4,35 +4,90 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from weightsync.errors import ConfigError, ManifestError
+from weightsync.errors import ConfigError, ManifestError, WeightSyncError
 from weightsync.manifest import Manifest, TensorMeta, TieFinder
+from weightsync.sharded import check_gatherable, gather, has_sharded, is_sharded, no_data, own_part, release, tie_key
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
+class _Known(NamedTuple):
+    """What a tensor must be like: looked up for every tensor of every update, so worked out once a manifest."""
+
+    meta: TensorMeta
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_cast: bool
+    """Any floating-point dtype will do; it travels in this one."""
+
+
+class _Checked(NamedTuple):
+    """What `check` saw, for `tensors` to send."""
+
+    manifest: Manifest
+    names: tuple[str, ...]
+    tensors: dict[str, torch.Tensor]
+
+
 class TrainerSource:
-    """One trainer rank's weights. *get* returns, anew for each update, a module, a mapping or an iterable of pairs."""
+    """One trainer rank's weights. *get* returns, anew for each update, a module, a mapping or an iterable of pairs.
+
+    Tensors may be DTensors, of any mesh and placements. In the manifest they stand with their whole shape; `tensors`
+    gathers them one at a time, in an order in which no two ranks wait for each other: all that a module, a mapping or a
+    list holds, in the manifest's order, which is the same on every rank; or, of an iterable that makes its tensors
+    as it goes, all in the order in which it makes them, which must be the same on every rank of a mesh. A rank outside
+    a DTensor's mesh holds nothing of it.
+    """
 
     def __init__(self, get: Callable[[], Any], *, wire_dtype: Mapping[str, str]) -> None:
         self._get = get
         self._wire_dtype = wire_dtype
+        self._held = False
+        self._device = torch.device("cpu")
+        self._sharded = False
+        self._known: tuple[Manifest, dict[str, _Known]] | None = None
+        self._checked: _Checked | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether, when last looked at, all tensors existed at once and as they are sent: none is made or gathered.
+
+        They then stay as they are until the trainer changes them; else each is gone when the next is asked for.
+        """
+        return self._held
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lay when `manifest` looked: the device of the first tensor that is not on the CPU."""
+        return self._device
 
     def manifest(self) -> Manifest:
         """Names, wire dtypes, shapes and ties. Where making the pairs is collective, so is this.
 
         Ties are seen where all tensors exist at once. A source that makes them as it goes may put one after the
         other into the same memory, so there every name is a tensor of its own.
+
+        Raises:
+            ManifestError: naming a tensor that cannot be sent. ConfigError: the source yields something else.
         """
         metas, aliases, ties = [], {}, TieFinder()
-        pairs, lazy = self._pairs()
+        shards: dict[tuple[object, ...], str] = {}
+        pairs, lazy = self._look()
+        self._device = torch.device("cpu")
         for name, tensor in pairs:
             meta = self._meta(name, tensor)
-            canonical = None if lazy else ties.canonical(name, tensor)
-            if canonical is not None:
+            if self._device.type == "cpu":
+                self._device = tensor.device
+            canonical: str | None = None
+            if not lazy and is_sharded(tensor):
+                canonical = shards.setdefault(tie_key(tensor), name)
+            elif not lazy:
+                canonical = ties.canonical(name, tensor)
+            if canonical is not None and canonical != name:
                 aliases[name] = canonical
             else:
                 metas.append(meta)
@@ -41,48 +96,78 @@ class TrainerSource:
     def check(self, manifest: Manifest, names: tuple[str, ...]) -> None:
         """Compare what the rank holds with what it announced, where that is known before the tensors are made.
 
+        Never collective. What was checked is what the next `tensors` sends.
+
         Raises:
             ManifestError: naming the first tensor that is gone, new or changed.
+            WeightSyncError: naming one that cannot be gathered.
         """
-        pairs, lazy = self._pairs()
-        if lazy:
-            return
-        held = dict(pairs)
-        for name, tensor in held.items():
-            self._expect(manifest, name, tensor)
-        for alias, canonical in manifest.aliases.items():
-            if alias in held and canonical in held:
-                ties = TieFinder()
-                ties.canonical(canonical, held[canonical])
-                if ties.canonical(alias, held[alias]) != canonical:
-                    raise ManifestError(
-                        f"{alias} was announced as a tie of {canonical}, it no longer is; connect again", name=alias
-                    )
-        for name in names:
-            if name not in held:
-                raise ManifestError(f"the trainer no longer has {manifest.by_name[name]}; connect again", name=name)
-
-    def tensors(self, manifest: Manifest, names: tuple[str, ...]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        """The tensors called *names*: in that order where all exist at once, else as the source makes them.
-
-        Ties in *manifest* come once. The source is always iterated to its end.
-
-        Raises:
-            ManifestError: the source makes a tensor that was not announced, or announced otherwise.
-        """
-        pairs, lazy = self._pairs()
+        self._checked = None
+        pairs, lazy = self._look()
         if not lazy:
             held = dict(pairs)
+            self._compare(manifest, names, held)
+            self._checked = _Checked(manifest, names, held)
+
+    def tensors(self, manifest: Manifest, names: tuple[str, ...]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """The tensors called *names*: in that order where they are `held`, else as they are made or gathered.
+
+        Ties in *manifest* come once. To be iterated to its end on every rank, whatever happens: other ranks may wait
+        for this one's part in what is made or gathered. A tensor that was gathered is emptied when the next one is
+        asked for.
+
+        Raises:
+            ManifestError: a tensor was not announced, or announced otherwise; after the last one, where tensors are made
+                or gathered. WeightSyncError: naming a tensor that could not be gathered.
+        """
+        checked, self._checked = self._checked, None
+        failure: WeightSyncError | None = None
+        if checked is not None and checked.manifest is manifest and checked.names == names:
+            held = checked.tensors
+        else:
+            pairs, lazy = self._look()
+            if lazy:
+                yield from self._made(manifest, names, pairs)
+                return
+            held = dict(pairs)
+            try:
+                self._compare(manifest, names, held)
+            except ManifestError as error:
+                if not self._sharded:
+                    raise
+                names, failure = (), error
+        if self._sharded:
+            yield from self._gathered(manifest, names, held)
+        else:
             for name in names:
-                if name in held:
-                    yield self._expect(manifest, name, held[name]), held[name]
-            return
+                yield manifest.by_name[name], held[name]
+        if failure is not None:
+            raise failure
+
+    def _gathered(
+        self, manifest: Manifest, names: tuple[str, ...], held: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """Gather all that is held, in the manifest's order; yields *names* of it."""
+        wanted = set(names)
+        for meta in manifest.tensors:
+            tensor = held.get(meta.name)
+            if tensor is not None:
+                yield from _whole(meta, tensor, is_wanted=meta.name in wanted)
+
+    def _made(
+        self, manifest: Manifest, names: tuple[str, ...], pairs: Pairs
+    ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """Make all that the source makes; yields *names* of it."""
         wanted, made = set(names), 0
+        known, failure = self._know(manifest), None
         for name, tensor in pairs:
             made += 1
-            meta = self._expect(manifest, name, tensor)
-            if name in wanted:
-                yield meta, tensor
+            if failure is None and not _fits(known.get(name), tensor):
+                failure = self._misfit(known.get(name), name, tensor)
+            meta = known[name].meta if name in known else TensorMeta.of(name, tensor)
+            yield from _whole(meta, tensor, is_wanted=failure is None and name in wanted)
+        if failure is not None:
+            raise failure
         if names and not made:
             raise ManifestError(
                 "the source made no tensors: a generator can be read once only; give a method or a function that makes a "
@@ -92,47 +177,84 @@ class TrainerSource:
 
     def _meta(self, name: str, tensor: torch.Tensor) -> TensorMeta:
         if tensor.is_meta:
-            raise ManifestError(f"{name} is on the meta device: it has no data to send", name=name)
-        if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
+            raise no_data(name)
+        if tensor.layout != torch.strided or type(tensor).__name__ == "ShardedTensor":
             raise ManifestError(
-                f"{name} is a {type(tensor).__name__} with layout {tensor.layout}: the source must yield whole, dense "
-                "tensors (for a DTensor: full_tensor())",
+                f"{name} is a {type(tensor).__name__} with layout {tensor.layout}: the source must yield dense tensors, "
+                "whole ones or DTensors",
                 name=name,
             )
         return TensorMeta.of(name, tensor, dtype=self._dtype(name, tensor.dtype))
 
-    def _expect(self, manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorMeta:
-        """The announced meta of *name*, which *tensor* must fit."""
-        canonical = manifest.aliases.get(name, name)
-        # A tie travels as its canonical name does, whichever wire_dtype pattern its own name would fit.
-        found = TensorMeta.of(name, tensor, dtype=self._dtype(canonical, tensor.dtype))
-        known = manifest.by_name.get(canonical)
+    def _compare(self, manifest: Manifest, names: tuple[str, ...], held: Mapping[str, torch.Tensor]) -> None:
+        """Raises ManifestError, or WeightSyncError where *held* cannot be gathered."""
+        known = self._know(manifest)
+        for name, tensor in held.items():
+            if not _fits(known.get(name), tensor):
+                raise self._misfit(known.get(name), name, tensor)
+        for alias, canonical in manifest.aliases.items():
+            if alias in held and canonical in held and not _is_tied(held[canonical], held[alias]):
+                raise ManifestError(
+                    f"{alias} was announced as a tie of {canonical}, it no longer is; connect again", name=alias
+                )
+        for name in names:
+            if name not in held:
+                raise ManifestError(f"the trainer no longer has {manifest.by_name[name]}; connect again", name=name)
+        if self._sharded:
+            check_gatherable(held.items())
+
+    def _misfit(self, known: _Known | None, name: str, tensor: torch.Tensor) -> ManifestError:
+        found = TensorMeta.of(name, tensor, dtype=self._dtype(known.meta.name if known else name, tensor.dtype))
         if known is None:
-            raise ManifestError(
+            return ManifestError(
                 f"the trainer has {found}, which was not announced; connect again to sync it", name=name
             )
-        if (known.dtype, known.shape) != (found.dtype, found.shape):
-            raise ManifestError(f"{known} was announced, the trainer now has {found}; connect again", name=name)
-        return known
+        return ManifestError(f"{known.meta} was announced, the trainer now has {found}; connect again", name=name)
 
-    def _pairs(self) -> tuple[Pairs, bool]:
-        """(pairs, whether they are made as they are asked for)."""
+    def _know(self, manifest: Manifest) -> dict[str, _Known]:
+        """Every name of *manifest*, ties too."""
+        if self._known is None or self._known[0] is not manifest:
+            known = {}
+            for meta in manifest.tensors:
+                dtype = meta.torch_dtype
+                is_cast = dtype.is_floating_point and self._cast(meta.name) is not None
+                # A tie travels as its canonical name does, whichever wire_dtype pattern its own name would fit.
+                for name in manifest.with_ties((meta.name,)):
+                    known[name] = _Known(meta, dtype, meta.shape, is_cast)
+            self._known = (manifest, known)
+        return self._known[1]
+
+    def _look(self) -> tuple[Pairs, bool]:
+        """(pairs, whether they are made as they are asked for), of what this rank has a part in."""
         source = self._get()
         if isinstance(source, torch.nn.Module):
             source = source.state_dict(keep_vars=True)
         if isinstance(source, Mapping):
             # A state_dict may hold extra state that is no tensor; engines load tensors only.
-            return [(name, t) for name, t in source.items() if isinstance(t, torch.Tensor)], False
-        if isinstance(source, Iterable):
-            return _checked_pairs(source), not isinstance(source, (list, tuple))
-        raise ConfigError(
-            f"source must yield a torch.nn.Module, a mapping or (name, tensor) pairs; it yields {type(source).__name__}",
-            key="source",
-        )
+            pairs = [(name, t) for name, t in source.items() if isinstance(t, torch.Tensor)]
+        elif isinstance(source, (list, tuple)):
+            pairs = list(_checked_pairs(source))
+        elif isinstance(source, Iterable):
+            self._held = self._sharded = False
+            return _own_parts(_checked_pairs(source)), True
+        else:
+            raise ConfigError(
+                "source must yield a torch.nn.Module, a mapping or (name, tensor) pairs; it yields "
+                f"{type(source).__name__}",
+                key="source",
+            )
+        if has_sharded(pairs):
+            pairs = list(_own_parts(pairs))
+        self._sharded = has_sharded(pairs)
+        self._held = not self._sharded
+        return pairs, False
 
     def _dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        if not dtype.is_floating_point:
-            return dtype
+        """The dtype in which *name* travels."""
+        return (self._cast(name) or dtype) if dtype.is_floating_point else dtype
+
+    def _cast(self, name: str) -> torch.dtype | None:
+        """What the first pattern of `wire_dtype` that fits makes of a floating-point tensor."""
         for pattern, wire in self._wire_dtype.items():
             if fnmatch.fnmatchcase(name, pattern):
                 found = getattr(torch, wire.removeprefix("torch."), None)
@@ -141,7 +263,43 @@ class TrainerSource:
                         f"wire_dtype: {wire!r} is no floating-point dtype of torch", key=f"wire_dtype.{pattern}"
                     )
                 return found
-        return dtype
+        return None
+
+
+def _fits(known: _Known | None, tensor: torch.Tensor) -> bool:
+    if known is None:
+        return False
+    _, dtype, shape, is_cast = known
+    found = tensor.dtype
+    return (found is dtype or (is_cast and found.is_floating_point)) and tensor.shape == shape
+
+
+def _whole(meta: TensorMeta, tensor: torch.Tensor, *, is_wanted: bool) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+    """The tensor, gathered where it must be, wanted or not."""
+    if is_sharded(tensor):
+        whole = gather(meta, tensor)
+        if is_wanted:
+            yield meta, whole
+        release(whole)
+    elif is_wanted:
+        yield meta, tensor
+
+
+def _is_tied(canonical: torch.Tensor, alias: torch.Tensor) -> bool:
+    if alias is canonical:
+        return True
+    if is_sharded(canonical) or is_sharded(alias):
+        return is_sharded(canonical) and is_sharded(alias) and tie_key(canonical) == tie_key(alias)
+    ties = TieFinder()
+    ties.canonical("canonical", canonical)
+    return ties.canonical("alias", alias) is not None
+
+
+def _own_parts(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in pairs:
+        part = own_part(tensor)
+        if part is not None:
+            yield name, part
 
 
 def _checked_pairs(source: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
