@@ -91,7 +91,7 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     ("data", "key", "match"),
     [
         ({"timeout": 3}, "timeout", "unknown key; did you mean 'timeout_s'"),
-        ({"zzz": 3}, "zzz", "unknown key; known keys: transport, apply, timeout_s"),
+        ({"zzz": 3}, "zzz", "unknown key; known keys: transport, apply, direct_apply"),
         ({"timeout_s": "soon"}, "timeout_s", "expected `float`, got `str`"),
         ({"timeout_s": 0}, "timeout_s", "must be more than 0"),
         ({"timeout_s": float("nan")}, "timeout_s", "must be more than 0"),

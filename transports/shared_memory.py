@@ -14,37 +14,26 @@ Segments are anonymous (memfd): no name to guess, nothing left behind when a pro
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 
-from weightsync.bucket import Bucket, count_changed, cuts, fill, note_piece, write_in_place
+from weightsync.bucket import count_changed, cuts, note_piece, write_in_place
 from weightsync.chunk import Piece, WeightChunk, aligned, as_bytes
 from weightsync.digest import ContentDigest, digest_view
-from weightsync.errors import TransportError, UpdateTimeoutError
-from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
+from weightsync.errors import TransportError
+from weightsync.interfaces import LinkContext, Transfer, TransferStats
 from weightsync.manifest import StorageWatch, TensorMeta
-from weightsync.transports.channel import Channel, Listener, dial
+from weightsync.transports.handles import Ack, Chunk, End, Forget, HandleReceiver, HandleSender, Hello
 from weightsync.transports.segment import MappedSegment, make_segment
 
-_NUM_BUCKETS = 2
 _MIN_DIRECT_BYTES = 1 << 20  # smaller storages are cheaper to copy than to map
 _MIN_PIECE_BYTES = 4 << 20
 _MAX_DIRECT_SEGMENTS = 256  # each costs both ends a file descriptor; the usual limit is 1024
-
-
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Receiver to sender, first on a channel."""
-
-    token: str
-    receiver: int
 
 
 class Segment(msgspec.Struct, tag=True, frozen=True):
@@ -52,30 +41,6 @@ class Segment(msgspec.Struct, tag=True, frozen=True):
 
     id: int
     nbytes: int
-
-
-class Forget(msgspec.Struct, tag=True, frozen=True):
-    """Sender to receiver: the segment is gone."""
-
-    id: int
-
-
-class Chunk(msgspec.Struct, tag=True, frozen=True):
-    version: int
-    manifest_digest: str
-    segment: int
-    stable: bool
-    pieces: tuple[Piece, ...]
-
-
-class End(msgspec.Struct, tag=True, frozen=True):
-    version: int
-
-
-class Ack(msgspec.Struct, tag=True, frozen=True):
-    """Receiver to sender: done with one chunk in this segment."""
-
-    segment: int
 
 
 Message = Hello | Segment | Forget | Chunk | End | Ack
@@ -141,25 +106,21 @@ class _Batches:
             self._announce(segment_id, pieces)
 
 
-class SharedMemorySender(SenderTransport):
+class SharedMemorySender(HandleSender):
     """See the module's docstring. Everything runs on the thread that calls `send`."""
 
     name: ClassVar[str] = "shared_memory"
+    messages: ClassVar[Any] = Message
 
     def __init__(self, context: LinkContext) -> None:
         super().__init__(context)
-        self._listener: Listener | None = None
-        self._channels: dict[int, Channel[Message]] = {}
         self._next_id = 0
         self._segments: dict[int, _Shared] = {}
         self._direct: dict[int, _Shared] = {}
         self._stage: _Shared | None = None
-        self._buckets: list[_Shared] = []
-        self._lent: deque[int] = deque()
         self._place: dict[str, int] = {}
         self._written = False
         self._all_copied = True
-        self._aborted = False
         # A large tensor goes in pieces, so that receivers verify one while the next is written.
         self._piece_bytes = max(context.bucket_bytes, _MIN_PIECE_BYTES)
 
@@ -169,42 +130,10 @@ class SharedMemorySender(SenderTransport):
             self._place[meta.name] = offset
             offset += aligned(meta.nbytes)
         self._stage_bytes = offset
-        self._listener = Listener()
-        return self._listener.address.encode()
+        return self._listen().encode()
 
     def stable(self) -> bool:
         return self._stage_bytes <= self.context.staging_limit_bytes
-
-    def connect(self) -> None:
-        assert self._listener is not None, "connect before open"
-        deadline = time.monotonic() + self.context.timeout_s
-        while len(self._channels) < self.context.num_receivers:
-            try:
-                channel: Channel[Message] = self._listener.accept(
-                    Message,  # type: ignore[arg-type]
-                    timeout_s=max(deadline - time.monotonic(), 0.001),
-                )
-            except TransportError:  # another user's process; refused
-                continue
-            except OSError as error:
-                absent = sorted(set(range(self.context.num_receivers)) - self._channels.keys())
-                raise TransportError(
-                    f"receivers {absent} did not connect to sender {self.context.sender} over shared memory within "
-                    f"{self.context.timeout_s:g} s ({error})"
-                ) from error
-            with contextlib.suppress(TransportError, UpdateTimeoutError):  # a stranger does not stop the others
-                hello, _ = channel.receive(timeout_s=max(deadline - time.monotonic(), 0.001))
-                known = self._channels.keys()
-                if (
-                    isinstance(hello, Hello)
-                    and hello.token == self.context.token
-                    and hello.receiver in set(range(self.context.num_receivers)) - known
-                ):
-                    channel.peer = f"receiver {hello.receiver}"
-                    self._channels[hello.receiver] = channel
-                    continue
-            channel.close()
-        self._listener.close()
 
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         content, stats = ContentDigest(), TransferStats()
@@ -257,37 +186,9 @@ class SharedMemorySender(SenderTransport):
         self._written = True
         return changed if count and self._all_copied else None
 
-    def _send_buckets(
-        self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]], content: ContentDigest
-    ) -> None:
-        for bucket in fill(tensors, self._free_buckets(), content=content, digest=self.context.digest):
-            if bucket.pieces:
-                segment = next((s for s in self._buckets if s.payload is bucket.payload), None)
-                if segment is None:  # closed meanwhile, while the source was stuck
-                    raise TransportError("the update was aborted")
-                self._announce(transfer, segment.id, bucket.pieces, stable=False)
-                self._lent.append(segment.id)
-        while self._lent:
-            self._await_release(self._lent.popleft())
-
-    def _free_buckets(self) -> Iterator[Bucket]:
-        size = max(min(self.context.bucket_bytes, self.context.staging_limit_bytes // _NUM_BUCKETS), 1)
-        while len(self._buckets) < _NUM_BUCKETS:
-            self._buckets.append(self._new_segment(size))
-        while True:
-            for segment in self._buckets:
-                while segment.id in self._lent:
-                    self._await_release(self._lent.popleft())
-                yield Bucket(segment.payload, [])
-            if self._aborted:  # and perhaps closed, so there are no buckets to hand out
-                raise TransportError("the update was aborted")
-
-    def _await_release(self, segment_id: int) -> None:
-        """Wait until every receiver has released the bucket. Receivers release in the order they were sent."""
-        for channel in self._channels.values():
-            message, _ = channel.receive(timeout_s=self.context.timeout_s)
-            if not isinstance(message, Ack) or message.segment != segment_id:
-                raise TransportError(f"{channel.peer} answered {message}, expected the release of bucket {segment_id}")
+    def _new_bucket(self) -> tuple[int, torch.Tensor]:
+        segment = self._new_segment(self._bucket_size(self.context.bucket_bytes))
+        return segment.id, segment.payload
 
     def _export(self, meta: TensorMeta, tensor: torch.Tensor) -> _Shared | None:
         """The segment in which *tensor* lies as it must travel; None where it has to be copied."""
@@ -335,25 +236,8 @@ class SharedMemorySender(SenderTransport):
         segment = _Shared(self._next_id, fd, payload, owned, watch)
         self._next_id += 1
         self._segments[segment.id] = segment
-        for channel in self._channels.values():
-            channel.send(Segment(segment.id, nbytes), fd=fd, timeout_s=self.context.timeout_s)
+        self._tell(Segment(segment.id, nbytes), fd=fd)
         return segment
-
-    def _announce(self, transfer: Transfer, segment_id: int, pieces: list[Piece], *, stable: bool) -> None:
-        self._tell(Chunk(transfer.version, transfer.manifest.digest, segment_id, stable, tuple(pieces)))
-
-    def _tell(self, message: Message) -> None:
-        if self._aborted:
-            raise TransportError("the update was aborted")
-        for channel in self._channels.values():
-            channel.send(message, timeout_s=self.context.timeout_s)
-
-    def abort(self) -> None:
-        self._aborted = True
-        if self._listener is not None:
-            self._listener.close()
-        for channel in self._channels.values():
-            channel.close()
 
     def close(self) -> None:
         self.abort()
@@ -366,27 +250,18 @@ class SharedMemorySender(SenderTransport):
         self._stage = None
 
 
-class SharedMemoryReceiver(ReceiverTransport):
+class SharedMemoryReceiver(HandleReceiver):
     """See the module's docstring."""
 
     name: ClassVar[str] = "shared_memory"
+    messages: ClassVar[Any] = Message
 
     def __init__(self, context: LinkContext, *, receiver: int) -> None:
         super().__init__(context, receiver=receiver)
-        self._channel: Channel[Message] | None = None
         self._segments: dict[int, MappedSegment] = {}
-        self._aborted = False
 
     def connect(self, address: bytes) -> None:
-        self._channel = dial(
-            address.decode(),
-            Message,  # type: ignore[arg-type]
-            peer=f"sender {self.context.sender}",
-            timeout_s=self.context.timeout_s,
-        )
-        if self._aborted:  # perhaps before there was a channel to close
-            self._channel.close()
-        self._channel.send(Hello(self.context.token, self.receiver), timeout_s=self.context.timeout_s)
+        self._dial(address.decode())
 
     def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
         assert self._channel is not None, "receive before connect"
@@ -400,45 +275,15 @@ class SharedMemoryReceiver(ReceiverTransport):
                 case Forget(id=segment_id) if segment_id in self._segments:
                     self._segments.pop(segment_id).close()
                 case Chunk():
-                    yield self._chunk(message)
-                case End(version=version):
-                    if version != transfer.version:
-                        raise TransportError(
-                            f"{self._channel.peer} ended version {version}, expected {transfer.version}"
-                        )
+                    segment_of = self._segments.get(message.segment)
+                    yield self._chunk(message, segment_of.payload if segment_of is not None else None)
+                case End():
+                    self._check_end(message, transfer)
                     return
                 case _:
                     if fd is not None:
                         os.close(fd)
                     raise TransportError(f"{self._channel.peer} sent {message}, expected a chunk")
-
-    def _chunk(self, message: Chunk) -> WeightChunk:
-        assert self._channel is not None
-        channel, timeout_s, segment = self._channel, self.context.timeout_s, message.segment
-        if segment not in self._segments:
-            raise TransportError(f"{channel.peer} sent a chunk in segment {segment}, which it never shared")
-
-        def release() -> None:
-            if not message.stable:
-                try:
-                    channel.send(Ack(segment), timeout_s=timeout_s)
-                except (TransportError, UpdateTimeoutError):
-                    channel.close()  # the sender is gone or stuck; `receive` says so to whoever waits
-
-        return WeightChunk(
-            message.version,
-            message.manifest_digest,
-            message.pieces,
-            self._segments[segment].payload,
-            stable=message.stable,
-            sender=self.context.sender,
-            release=release,
-        )
-
-    def abort(self) -> None:
-        self._aborted = True
-        if self._channel is not None:
-            self._channel.close()
 
     def close(self) -> None:
         self.abort()

@@ -1,17 +1,20 @@
 """Fill buckets with tensors: the senders' side of packing, the same for every transport that copies.
 
 A tensor larger than a bucket is cut; each cut is a piece. Casting to the wire dtype, reading strided or
-device memory and digesting happen in the same pass that copies.
+device memory and digesting happen in the same pass that copies. A bucket in GPU memory is digested as a whole when it is
+full, and copied then too, in one launch, where its tensors stay as they are until then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from weightsync.chunk import Piece, aligned, as_bytes, from_bytes
+from weightsync.cuda.moves import Move, Moves
 from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_bytes
 from weightsync.manifest import TensorMeta
 
@@ -25,14 +28,35 @@ class Bucket:
     payload: torch.Tensor
     pieces: list[Piece]
     used_bytes: int = 0
+    moves: list[Move] = field(default_factory=list)
+    """In GPU memory: what is still to be copied and digested, one for each piece."""
 
 
 def write_piece(
-    bucket: Bucket, meta: TensorMeta, data: torch.Tensor, *, start: int, content: ContentDigest, digest: bool
+    bucket: Bucket,
+    meta: TensorMeta,
+    data: torch.Tensor,
+    *,
+    start: int,
+    content: ContentDigest,
+    digest: bool,
+    held: bool = False,
 ) -> None:
-    """Copy *data* (bytes of *meta*'s tensor from byte *start*) to the bucket's end."""
+    """Copy *data* (bytes of *meta*'s tensor from byte *start*) to the bucket's end.
+
+    In GPU memory it is whole after `seal`; *held* says that *data* stays as it is until then.
+    """
     offset = bucket.used_bytes
     place = bucket.payload[offset : offset + data.numel()]
+    bucket.used_bytes = min(aligned(offset + data.numel()), bucket.payload.numel())
+    if place.is_cuda:
+        if held and data.device == place.device:
+            bucket.moves.append((data, place))
+        else:
+            place.copy_(data)
+            bucket.moves.append((place, None))
+        bucket.pieces.append(Piece(meta.name, start, data.numel(), offset))
+        return
     value = None
     if data.device.type != "cpu":
         place.copy_(data)
@@ -42,7 +66,16 @@ def write_piece(
     else:
         copy_bytes(place, data)
     note_piece(bucket.pieces, Piece(meta.name, start, data.numel(), offset, value), content)
-    bucket.used_bytes = min(aligned(offset + data.numel()), bucket.payload.numel())
+
+
+def seal(bucket: Bucket, *, content: ContentDigest, digest: bool) -> None:
+    """In GPU memory: copy and digest what is left to be, and wait until it is done. Elsewhere it is done already."""
+    if not bucket.payload.is_cuda or not bucket.pieces:
+        return
+    digests = Moves(bucket.moves, bucket.payload.device).run(digest=digest).tolist()
+    pieces, bucket.pieces, bucket.moves = bucket.pieces, [], []
+    for piece, value in zip(pieces, digests, strict=True):
+        note_piece(bucket.pieces, msgspec.structs.replace(piece, digest=value if digest else None), content)
 
 
 def note_piece(pieces: list[Piece], piece: Piece, content: ContentDigest) -> None:
@@ -66,10 +99,11 @@ def fill(
     *,
     content: ContentDigest,
     digest: bool,
+    held: bool = False,
 ) -> Iterator[Bucket]:
     """Pack *tensors* into buckets; yields each when it is full, and the last.
 
-    *next_bucket* hands out cleared buckets and may block until one is free.
+    *next_bucket* hands out cleared buckets and may block until one is free. *held*: the tensors stay as they are.
     """
     bucket = next(next_bucket)
     for meta, tensor in tensors:
@@ -78,14 +112,17 @@ def fill(
         while True:
             room = bucket.payload.numel() - bucket.used_bytes
             if (room < data.numel() - start and bucket.pieces and data.numel() <= bucket.payload.numel()) or room == 0:
+                seal(bucket, content=content, digest=digest)
                 yield bucket
                 bucket = next(next_bucket)
                 room = bucket.payload.numel()
             end = min(start + room, data.numel())
-            write_piece(bucket, meta, data[start:end], start=start, content=content, digest=digest)
+            write_piece(bucket, meta, data[start:end], start=start, content=content, digest=digest, held=held)
             start = end
             if start == data.numel():
                 break
+        del data  # else it lives while the next is made
+    seal(bucket, content=content, digest=digest)
     yield bucket
 
 

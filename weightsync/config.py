@@ -53,16 +53,24 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Settings of one weight sync. All have defaults that work on one machine and on several."""
 
     transport: str | tuple[TransportRule, ...] = "auto"
-    """Name of a transport; "auto": shared_memory within a host, broadcast across; or rules per pair."""
+    """Name of a transport; "auto": cuda_ipc on one GPU, shared_memory within a host, broadcast otherwise; or rules per
+    pair."""
     apply: Literal["auto", "staged", "streaming"] = "auto"
     """staged: vote over the whole model before the first byte is applied. streaming: groups go into the reload as they
     arrive; least memory, but a failure poisons. auto: staged where that costs no copy or fits the budget."""
+    direct_apply: Literal["auto", "off", "audit"] = "auto"
+    """Where the engine's own loader only copies, copy instead of reloading, from the second update on: module group by module
+    group, once a reload has been seen to do just that. off: always reload. audit: do both now and then, and compare."""
+    audit_every: int = 10
+    """With direct_apply: audit, every so many updates do both."""
     timeout_s: float = 120.0
     """Bound of each wait: for an answer, a chunk, room to stage, the end of a phase."""
     staging_limit_bytes: int | str = "4GiB"
     """Staging memory that one rank, trainer or engine, may hold for updates."""
     bucket_bytes: int | str = "8MiB"
-    """Size of a transport's bucket, and of the steps in which bytes are announced and verified."""
+    """Size of a transport's bucket in CPU memory, and of the steps in which bytes are announced and verified."""
+    gpu_bucket_bytes: int | str = "512MiB"
+    """The same in GPU memory. A transport has two."""
     digest: bool = True
     """Digest every byte on both sides, before the vote."""
     wire_dtype: dict[str, str] = {}
@@ -103,10 +111,12 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Count the values that differ from the update before, where the sender keeps a copy (shared_memory's stage)."""
 
     def __post_init__(self) -> None:
-        for key in ("staging_limit_bytes", "bucket_bytes"):
+        for key in ("staging_limit_bytes", "bucket_bytes", "gpu_bucket_bytes"):
             msgspec.structs.force_setattr(self, key, parse_bytes(getattr(self, key), key=key))
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout_s: must be more than 0 and finite, is {self.timeout_s:g}", key="timeout_s")
+        if self.audit_every < 1:
+            raise ConfigError(f"audit_every: must be 1 or more, is {self.audit_every}", key="audit_every")
         if self.retries < 0:
             raise ConfigError(f"retries: must be 0 or more, is {self.retries}", key="retries")
 
@@ -119,6 +129,11 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def bucket(self) -> int:
         """`bucket_bytes` as a number."""
         return int(self.bucket_bytes)
+
+    @property
+    def gpu_bucket(self) -> int:
+        """`gpu_bucket_bytes` as a number."""
+        return int(self.gpu_bucket_bytes)
 
     @classmethod
     def load(cls, source: SyncConfig | str | Path | dict[str, Any] | None) -> SyncConfig:

@@ -1,6 +1,7 @@
 """Digests of bytes: what a sender read and what a receiver holds are the same, or it is seen.
 
-The algorithm is xxh3 (64 bit), a checksum against faults, not against an adversary.
+The algorithm is xxh3 (64 bit) for bytes in CPU memory, and a sum of mixed words for bytes in GPU memory
+(`digest_words`): checksums against faults, not against an adversary.
 Copy and digest go block by block through the cache, so the proof does not read
 the payload from memory a second time.
 """
@@ -8,6 +9,7 @@ the payload from memory a second time.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,6 +55,28 @@ def copy_and_digest(destination: torch.Tensor, source: torch.Tensor) -> int:
     return state.intdigest()
 
 
+def digest_words(data: torch.Tensor) -> int:
+    """The digest of bytes in GPU memory, for a 1-D uint8 CPU tensor; bit for bit what `weightsync/cuda/moves.cu` finds.
+
+    The sum, modulo 2^64, of a bijective mix of each 64-bit word (little-endian, the last padded with zeros) and its index:
+    any order of the words gives the same, so a GPU's blocks need not wait for each other, and bytes that moved are seen.
+    """
+    total = 0
+    bytes_of = data.numpy()
+    for start in range(0, bytes_of.size, _BLOCK_BYTES):
+        block = bytes_of[start : start + _BLOCK_BYTES]
+        if block.size % 8:
+            block = np.concatenate([block, np.zeros(-block.size % 8, dtype=np.uint8)])
+        words = np.ascontiguousarray(block).view("<u8")
+        index = np.arange(start // 8 + 1, start // 8 + 1 + words.size, dtype=np.uint64)
+        mixed = words + index * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(32)
+        mixed *= np.uint64(0xD6E8FEB86659FD93)
+        mixed ^= mixed >> np.uint64(29)
+        total += int(mixed.sum(dtype=np.uint64))
+    return total & _MASK
+
+
 def digest_text(parts: Iterable[object]) -> str:
     """Hex digest (128 bit) of plain data; the same in every process, whatever its hash seed."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(list(parts)))
@@ -67,5 +91,11 @@ class ContentDigest:
 
     def add(self, name: str, start: int, nbytes: int, digest: int) -> None:
         mixed = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((name, start, nbytes, digest)))
+        self.value = (self.value + mixed) & _MASK
+        self.nbytes += nbytes
+
+    def add_table(self, layout: bytes, nbytes: int, digests: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+        """Many whole tensors at once: *layout* says, in a digest, which and in which order, *digests* is one for each."""
+        mixed = xxhash.xxh3_64_intdigest(layout + digests.tobytes())
         self.value = (self.value + mixed) & _MASK
         self.nbytes += nbytes

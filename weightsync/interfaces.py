@@ -7,7 +7,7 @@ all receivers that use it; control messages do not pass through it but through w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.identity import Identity
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest, TensorMeta
+from weightsync.weightset import SetDigests, WeightSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,11 @@ class LinkContext:
     staging_limit_bytes: int
     digest: bool
     count_changed_values: bool = False
+    gpu_bucket_bytes: int = 512 << 20
+    device: str = "cpu"
+    """Where this end's weights lie: "cpu", "cuda:0"."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs of the sender and of each receiver, in the order of their indices; "" for one on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,8 @@ class Transfer:
     manifest: Manifest
     names: tuple[str, ...]
     """Canonical names that this sender sends, in the order that it sends them where it can choose."""
+    held: bool = False
+    """To senders: all tensors exist at once and stay as they are until `finish`, so they may be read where they lie."""
 
 
 @dataclass(slots=True)
@@ -61,13 +69,17 @@ class TransferStats:
 class SenderTransport(ABC):
     """The trainer's end of the links from one sender rank to all its receivers.
 
-    Calls come in the order open, connect, (send, finish)*, close; all but `abort` from one thread at a time.
+    Calls come in the order look, open, connect, (begin, send, finish)*, close; all but `abort` from one thread at a time.
+    `look` and `begin` are left out where the tensors are not held.
     """
 
     name: ClassVar[str]
 
     def __init__(self, context: LinkContext) -> None:
         self.context = context
+
+    def look(self, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> None:  # noqa: B027 - most need not know
+        """Before `open`, where they are held: the tensors to be sent; how they lie may decide what `stable` says."""
 
     @abstractmethod
     def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
@@ -84,13 +96,16 @@ class SenderTransport(ABC):
             TransportError: a receiver did not come; the message says which.
         """
 
+    def begin(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:  # noqa: B027 - most have nothing to do
+        """Before `send`, where they are held: the tensors that it will be given. Start what takes time and waits for nobody."""
+
     @abstractmethod
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         """Move the tensors to every receiver. Returns when this end need do no more.
 
         The tensors may be on any device, strided in any way, and of another dtype than their meta's, which
         is the wire's; each may be changed by its owner as soon as the iterator is asked for the next one,
-        unless it lies in shared memory, where it must stay as it is until `finish`.
+        unless the transfer is `held` or it lies in shared memory, where it must stay as it is until `finish`.
 
         Raises:
             TransportError: a link broke. UpdateTimeoutError: a receiver did not answer in time.
@@ -116,6 +131,8 @@ class ReceiverTransport(ABC):
     """The engine's end of the link from one sender rank. Calls come in the order connect, receive*, close."""
 
     name: ClassVar[str]
+    sends_sets: ClassVar[bool] = False
+    """Whether tensors that are held come as weight sets."""
 
     def __init__(self, context: LinkContext, *, receiver: int) -> None:
         self.context = context
@@ -130,8 +147,8 @@ class ReceiverTransport(ABC):
         """
 
     @abstractmethod
-    def receive(self, transfer: Transfer) -> Iterator[WeightChunk]:
-        """The chunks of one version, each on loan until released; ends after the last.
+    def receive(self, transfer: Transfer) -> Iterator[WeightChunk | WeightSet | SetDigests]:
+        """The chunks of one version, each on loan until released, and sets; ends after the last.
 
         Raises:
             TransportError: the link broke. UpdateTimeoutError: nothing came for `timeout_s`.
@@ -148,7 +165,11 @@ class ReceiverTransport(ABC):
 
 @runtime_checkable
 class EngineAdapter(Protocol):
-    """One rank of an engine, in the process where its model lives. `runtime_checkable` checks names only."""
+    """One rank of an engine, in the process where its model lives. `runtime_checkable` checks names only.
+
+    An attribute `device` (torch.device) says where its weights lie; without one they are taken to be in CPU memory, and
+    bytes reach it there.
+    """
 
     def load_map(self, manifest: Manifest) -> LoadMap:
         """Where the manifest's tensors land on this rank. The model is left as it was, whatever happens.
@@ -170,6 +191,37 @@ class EngineAdapter(Protocol):
 
         On error the loader is left ready for a new reload, the weights are mixed, and the error is raised.
         """
+        ...
+
+
+@runtime_checkable
+class DirectAdapter(EngineAdapter, Protocol):
+    """An engine that shows its live tensors, so that the load map's copies may be run on them instead of its loader."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def copies_load(self) -> bool:
+        """Whether copies may take the place of `apply`, which does no more than load."""
+        ...
+
+    @property
+    def laid_out_as_loaded(self) -> bool:
+        """True: live tensors are what the loader fills, always. Else that has to be seen."""
+        ...
+
+    def live(self) -> Mapping[tuple[str, str], torch.Tensor]:
+        """(module path, parameter) of the load map's fed targets -> the tensor that the engine computes with now; what is
+        gone is left out."""
+        ...
+
+    def reachable(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Module path -> every tensor that the module reaches and a reload may change, parameters and caches of kernels alike."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all that the engine's device was given to do."""
         ...
 
 

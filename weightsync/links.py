@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from weightsync import messages as m
 from weightsync.calls import Calls
 from weightsync.config import SyncConfig
+from weightsync.identity import Identity, check_nccl
 from weightsync.manifest import Manifest
 from weightsync.plan import choose_transport
+from weightsync.ranks import receivers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +40,44 @@ def plan_links(
         ids: numbers for the links, fresh ones.
 
     Raises:
-        ConfigError: no rule of the config fits a pair.
+        ConfigError: no rule of the config fits a pair. AgreementError: ranks of a link between GPUs differ in NCCL, or in
+            a variable of its environment; both are named.
     """
-    ends: dict[tuple[int, str], list[tuple[str, m.ReceiverOpened]]] = {}
+    ends: dict[tuple[int, str], dict[str, dict[int, m.ReceiverOpened]]] = {}
     for sender, description in enumerate(trainers):
         if not owned[sender]:
             continue
         for party, ranks in engines.items():
             for rank in ranks:
                 name = choose_transport(config, description.identity, rank.identity)
-                ends.setdefault((sender, name), []).append((party, rank))
+                ends.setdefault((sender, name), {}).setdefault(party, {})[rank.rank] = rank
     return [
-        Link(
-            m.LinkPlan(
-                id=id,
-                transport=transport,
-                sender=sender,
-                num_receivers=len(receivers),
-                host=trainers[sender].identity.address,
-                token=secrets.token_hex(16),
-            ),
-            tuple((party, rank.rank) for party, rank in receivers),
-            tuple(f"trainer {sender} -> {rank.load.rank}" for _, rank in receivers),
-        )
-        for ((sender, transport), receivers), id in zip(ends.items(), ids, strict=False)
+        _link(sender, trainers[sender].identity, transport, of_party, id)
+        for ((sender, transport), of_party), id in zip(ends.items(), ids, strict=False)
     ]
+
+
+def _link(
+    sender: int, identity: Identity, transport: str, ends: Mapping[str, Mapping[int, m.ReceiverOpened]], id: int
+) -> Link:
+    order = receivers(ends)
+    opened = [ends[party][rank] for party, rank in order]
+    gpus = (identity.gpu, *(rank.identity.gpu for rank in opened))
+    if transport == "broadcast" and all(gpus):
+        check_nccl({f"trainer {sender}": identity} | {rank.load.rank: rank.identity for rank in opened})
+    return Link(
+        m.LinkPlan(
+            id=id,
+            transport=transport,
+            sender=sender,
+            num_receivers=len(order),
+            host=identity.address,
+            token=secrets.token_hex(16),
+            gpus=gpus,
+        ),
+        order,
+        tuple(f"trainer {sender} -> {rank.load.rank}" for rank in opened),
+    )
 
 
 def receiver_links(

@@ -67,6 +67,8 @@ class LinkPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_receivers: int
     host: str
     token: str
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the sender's and of each receiver's GPU; "" for one whose weights lie in CPU memory."""
 
 
 class OpenSender(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -174,6 +176,10 @@ class Applied(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     vote: Vote
     seconds: float
     reloads: int
+    num_direct: int = 0
+    """Module groups that were loaded by copies."""
+    reloaded: dict[str, str] = {}
+    """The groups that were not: key -> why."""
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -90,6 +90,23 @@ def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity) -
             )
         name = fitting[0]
     if name == "auto":
-        return "shared_memory" if same_host else "broadcast"
+        return _fastest(sender, receiver)
     check_transport(name)
+    if name == "cuda_ipc" and not (same_host and sender.gpu and receiver.gpu):
+        place = "on two hosts" if not same_host else "not both on a GPU"
+        raise ConfigError(
+            f"transport: cuda_ipc cannot serve a trainer ({sender}) and an engine ({receiver}) whose weights are {place}; use "
+            "auto, or a rule for such pairs",
+            key="transport",
+        )
     return name
+
+
+def _fastest(sender: Identity, receiver: Identity) -> str:
+    if sender.machine != receiver.machine:
+        return "broadcast"
+    if not (sender.gpu and receiver.gpu):
+        return "shared_memory"
+    if sender.gpu == receiver.gpu:
+        return "cuda_ipc" if sender.cupy and receiver.cupy else "shared_memory"
+    return "broadcast"

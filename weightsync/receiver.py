@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from weightsync import messages as m
 from weightsync.background import Background
 from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
+from weightsync.direct import DirectApply, Way
 from weightsync.errors import EngineStateError, ErrorInfo, ManifestError, TransportError, WeightSyncError
 from weightsync.fence import Fence
-from weightsync.identity import identify
+from weightsync.grouptable import GroupTable
+from weightsync.identity import identify, on_device
 from weightsync.interfaces import EngineAdapter, ReceiverTransport, Transfer
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest
@@ -27,6 +31,13 @@ class ReceiverRank:
         self._adapter = adapter
         self._rank = rank
         self.name = f"engine rank {rank}"
+        self._device = getattr(adapter, "device", torch.device("cpu"))
+        self._group_table = GroupTable((), (), (), {}, {})
+        self._direct: DirectApply | None = None
+        self._way = Way.RELOAD
+        self._staged = True
+        self._defer_sets = False
+        """Digests of sets are compared while they are applied, so there is no vote before."""
         self._config = SyncConfig()
         self._manifest: Manifest | None = None
         self._load_map: LoadMap | None = None
@@ -82,6 +93,10 @@ class ReceiverRank:
         self._config, self._manifest = request.config, request.manifest
         self._load_map = load_map = self._adapter.load_map(request.manifest)
         self._check_load_map(load_map, request.manifest)
+        self._group_table = GroupTable.of(request.manifest, load_map.groups)
+        self._direct = DirectApply(
+            self._adapter, load_map, mode=self._config.direct_apply, audit_every=self._config.audit_every
+        )
         summary = LoadSummary(
             rank=self.name,
             num_groups=len(load_map.groups),
@@ -93,7 +108,7 @@ class ReceiverRank:
             fallback=load_map.fallback,
         )
         return m.ReceiverOpened(
-            identity=identify(),
+            identity=on_device(identify(), self._device),
             rank=self._rank,
             load=summary,
             order=regroup(request.manifest, load_map.groups),
@@ -128,7 +143,8 @@ class ReceiverRank:
             index = link.receiver.get(self._rank)
             if index is not None:
                 receiver = transport_classes(link.plan.transport)[1]
-                self._links.append((link, receiver(link_context(link.plan, self._config), receiver=index)))
+                context = link_context(link.plan, self._config, device=str(self._device))
+                self._links.append((link, receiver(context, receiver=index)))
 
         def connect() -> m.Ok:
             # In the order of the senders, which is the same on every receiver: links that are collective to open
@@ -144,14 +160,18 @@ class ReceiverRank:
         if self._manifest is None or self._load_map is None or not self._links:
             raise TransportError("the links are not open")
         self._adapter.check_ready()
+        self._staged = request.staged
         copied = {name for link, _ in self._links if not link.stable for name in link.names}
-        check_budget(
-            self._manifest,
-            self._load_map.groups,
-            copied=copied,
-            limit_bytes=self._config.staging_limit,
-            whole_model=request.staged,
-        )
+        if copied:
+            check_budget(
+                self._manifest,
+                self._load_map.groups,
+                copied=copied,
+                limit_bytes=self._config.staging_limit,
+                whole_model=request.staged,
+            )
+        assert self._direct is not None
+        self._way = self._direct.plan(sets=all(link.stable and transport.sends_sets for link, transport in self._links))
         return m.Prepared(
             version=self._version,
             epoch=self.fence.epoch,
@@ -165,14 +185,16 @@ class ReceiverRank:
         self._connecting = None
         self._started = time.perf_counter()
         self._applied = self._whole = False
+        self._defer_sets = not self._staged and self._way is Way.SETS
         self._coalescer = Coalescer(
             self._manifest,
-            self._load_map.groups,
+            self._group_table,
             version=version,
             staging_limit_bytes=self._config.staging_limit,
             timeout_s=self._config.timeout_s,
             num_producers=len(self._links),
             verify=self._config.digest,
+            defer_sets=self._defer_sets,
         )
         self._receiving = [
             Background(lambda link=link, transport=transport: self._drain(link, transport, version), name="receive")  # type: ignore[misc]
@@ -201,6 +223,8 @@ class ReceiverRank:
             )
         if self._coalescer is None:
             raise WeightSyncError("nothing is under way")
+        if self._defer_sets and not self._whole:
+            return m.Pending(progress=self._coalescer.nbytes, doing=self._coalescer.describe_wait())
         # A tensor may come twice after everything came once, so the vote waits for the ends of all streams.
         if not self._coalescer.is_whole(wait_s) or not all(work.is_done(wait_s) for work in self._receiving):
             return m.Pending(progress=self._coalescer.nbytes, doing=self._coalescer.describe_wait())
@@ -222,7 +246,8 @@ class ReceiverRank:
             raise WeightSyncError(f"version {version} was not received, it cannot be applied")
         start = time.perf_counter()
         try:
-            reloads = self._adapter.apply(self._coalescer.groups())
+            assert self._direct is not None
+            reloads = self._direct.apply(self._way, self._coalescer, verify=self._config.digest)
             self._coalescer.wait_whole()
             if unread := self._coalescer.unread():
                 raise WeightSyncError(f"the engine's loader ended before it read {len(unread)} groups: {unread[:3]}")
@@ -232,7 +257,13 @@ class ReceiverRank:
         finally:
             self._applied = self._coalescer.num_handed_out > 0
         self._whole = True
-        return m.Applied(vote=self._vote(), seconds=time.perf_counter() - start, reloads=reloads)
+        return m.Applied(
+            vote=self._vote(),
+            seconds=time.perf_counter() - start,
+            reloads=reloads,
+            num_direct=self._direct.num_groups - len(self._direct.reloaded),
+            reloaded=self._direct.reloaded,
+        )
 
     def _commit(self, version: int) -> m.Ok:
         if self._coalescer is None or self._coalescer.version != version or not self._whole:
@@ -265,3 +296,5 @@ class ReceiverRank:
         for _, transport in self._links:
             transport.close()
         self._links = []
+        if self._direct is not None:
+            self._direct.forget_links()

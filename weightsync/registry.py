@@ -16,6 +16,10 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
         "weightsync.transports.shared_memory:SharedMemorySender",
         "weightsync.transports.shared_memory:SharedMemoryReceiver",
     ),
+    "cuda_ipc": (
+        "weightsync.transports.cuda_ipc:CudaIpcSender",
+        "weightsync.transports.cuda_ipc:CudaIpcReceiver",
+    ),
     "broadcast": (
         "weightsync.transports.broadcast:BroadcastSender",
         "weightsync.transports.broadcast:BroadcastReceiver",

@@ -19,7 +19,11 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     apply_s: float = 0.0
     peak_staging_bytes: int = 0
     reloads: int = 0
-    """How often the engine's loader ran for this update: one."""
+    """How often the engine's loader ran for this update: once, or not at all where every module group was copied."""
+    num_direct: int = 0
+    """Module groups that were loaded by copies (SyncConfig.direct_apply)."""
+    reloaded: dict[str, str] = {}
+    """The groups that were loaded by the engine's loader: key -> why."""
 
 
 class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):

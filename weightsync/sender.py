@@ -14,14 +14,14 @@ from weightsync.config import SyncConfig
 from weightsync.errors import ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.fanout import LockStep
 from weightsync.fence import Fence
-from weightsync.identity import identify
+from weightsync.identity import identify, on_device
 from weightsync.interfaces import LinkContext, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import Manifest, TensorMeta
 from weightsync.registry import transport_classes
 from weightsync.source import TrainerSource
 
 
-def link_context(plan: m.LinkPlan, config: SyncConfig) -> LinkContext:
+def link_context(plan: m.LinkPlan, config: SyncConfig, *, device: str) -> LinkContext:
     return LinkContext(
         sender=plan.sender,
         num_receivers=plan.num_receivers,
@@ -32,6 +32,9 @@ def link_context(plan: m.LinkPlan, config: SyncConfig) -> LinkContext:
         staging_limit_bytes=config.staging_limit,
         digest=config.digest,
         count_changed_values=config.count_changed_values,
+        gpu_bucket_bytes=config.gpu_bucket,
+        device=device,
+        gpus=plan.gpus,
     )
 
 
@@ -51,6 +54,8 @@ class SenderRank:
         self._config = SyncConfig()
         self._manifest: Manifest | None = None
         self._names: tuple[str, ...] = ()
+        self._held: list[tuple[TensorMeta, torch.Tensor]] | None = None
+        """What the update under way sends, where it all exists."""
         self._links: dict[int, SenderTransport] = {}
         self._unconnected: list[SenderTransport] = []
         self._plans: dict[int, m.LinkPlan] = {}
@@ -77,9 +82,11 @@ class SenderRank:
             case m.Describe():
                 self._config = request.config
                 self._source = TrainerSource(self._get_source, wire_dtype=self._config.wire_dtype)
+                manifest = self._source.manifest()
+                self._identity = on_device(self._identity, self._source.device)
                 return m.Description(
                     identity=self._identity,
-                    manifest=self._source.manifest(),
+                    manifest=manifest,
                     version=self._version,
                     epoch=self.fence.epoch,
                 )
@@ -111,11 +118,16 @@ class SenderRank:
         if not request.keep:
             self._drop_links(None)
         self._manifest, self._names = request.manifest, request.names
+        assert self._source is not None
         metas = tuple(self._manifest.by_name[name] for name in self._names)
+        held = list(self._source.tensors(self._manifest, self._names)) if self._source.held else []
         opened = []
         for plan in request.links:
-            transport = transport_classes(plan.transport)[0](link_context(plan, self._config))
+            context = link_context(plan, self._config, device=str(self._source.device))
+            transport = transport_classes(plan.transport)[0](context)
             self._links[plan.id], self._plans[plan.id] = transport, plan
+            if self._source.held:
+                transport.look(held)
             opened.append((transport.open(metas), transport.stable()))
             self._unconnected.append(transport)
         return m.SenderOpened(
@@ -136,6 +148,10 @@ class SenderRank:
         if self._work is not None:
             raise UpdateTimeoutError("the source still makes tensors for an earlier update that was given up")
         self._source.check(self._manifest, self._names)
+        self._held = list(self._source.tensors(self._manifest, self._names)) if self._source.held else None
+        if self._held is not None:
+            for transport in self._links.values():
+                transport.begin(self._held)
         return m.Prepared(
             version=self._version,
             epoch=self.fence.epoch,
@@ -146,7 +162,7 @@ class SenderRank:
     def _send(self, request: m.Transfer) -> m.Sent:
         assert self._source is not None and self._manifest is not None
         start = time.perf_counter()
-        transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names)
+        transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names, held=self._source.held)
         tensors = self._counted(self._source.tensors(self._manifest, self._names))
         ids = self._links.keys() if request.links is None else request.links
         links = {id: self._links[id] for id in ids if id in self._links}
@@ -210,6 +226,7 @@ class SenderRank:
     def _drop_links(self, ids: tuple[int, ...] | None) -> None:
         """Break some links, or all (None); nothing is sent while they break."""
         links = {id: link for id, link in self._links.items() if ids is None or id in ids}
+        self._held = None
         for transport in links.values():
             transport.abort()
         if self._work is not None and self._work.join(self._config.timeout_s):

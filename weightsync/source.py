@@ -10,6 +10,7 @@ import torch
 
 from weightsync.errors import ConfigError, ManifestError, WeightSyncError
 from weightsync.manifest import Manifest, TensorMeta, TieFinder
+from weightsync.module_tensors import module_tensors
 from weightsync.sharded import check_gatherable, gather, has_sharded, is_sharded, no_data, own_part, release, tie_key
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -228,7 +229,7 @@ class TrainerSource:
         """(pairs, whether they are made as they are asked for), of what this rank has a part in."""
         source = self._get()
         if isinstance(source, torch.nn.Module):
-            source = source.state_dict(keep_vars=True)
+            source = module_tensors(source)
         if isinstance(source, Mapping):
             # A state_dict may hold extra state that is no tensor; engines load tensors only.
             pairs = [(name, t) for name, t in source.items() if isinstance(t, torch.Tensor)]

@@ -53,6 +53,8 @@ def summarize(
                     apply_s=rank.seconds,
                     peak_staging_bytes=rank.vote.peak_staging_bytes,
                     reloads=rank.reloads,
+                    num_direct=rank.num_direct,
+                    reloaded=rank.reloaded,
                 )
             )
     changed = [sent.changed_values for sent in machine.sent.values()]

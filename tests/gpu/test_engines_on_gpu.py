@@ -1,4 +1,4 @@
-"""Engines and trainers on an NVIDIA GPU; the bytes travel through CPU memory."""
+"""Engines on an NVIDIA GPU, fed by trainers on it or in CPU memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_a_vllm_engine_on_the_gpu_equals_a_fresh_one(
             ray.get(trainer.load.remote(str(folder)))
             report = sync.update()
             assert ray.get(engine.outputs.remote(outputs)) == wanted
-            assert [row.reloads for row in report.ranks if row.rank.startswith("engine")] == [1]
+            # One at most; none where every module group was copied instead.
+            assert max(row.reloads for row in report.ranks if row.rank.startswith("engine")) <= 1
         assert report.load[0].fallback is None
         assert report.load[0].unmapped == ()
     ray.kill(engine)

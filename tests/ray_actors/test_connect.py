@@ -198,7 +198,11 @@ def test_trainers_that_disagree_on_a_tensor_are_refused(trainer: Any, engine: An
         ({"trainers": []}, ws.ConfigError, "at least one"),
         ({"engines": [3]}, ws.ConfigError, "expected a Ray actor handle, got int"),
         ({"engines": 3}, ws.ConfigError, "expected a list of at least one actor handle"),
-        ({"config": {"transport": "carrier_pigeon"}}, ws.ConfigError, "known: auto, broadcast, shared_memory"),
+        (
+            {"config": {"transport": "carrier_pigeon"}},
+            ws.ConfigError,
+            "known: auto, broadcast, cuda_ipc, shared_memory",
+        ),
         ({"config": {"bucket_byte": 3}}, ws.ConfigError, "did you mean 'bucket_bytes'"),
         ({"config": {"wire_dtype": {"*": "bflot16"}}}, ws.ConfigError, "bflot16"),
     ],

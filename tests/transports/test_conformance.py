@@ -45,7 +45,8 @@ class TestBroadcast(TransportSuite):
     transport = "broadcast"
 
 
-TESTED_ELSEWHERE: frozenset[str] = frozenset()
+TESTED_ELSEWHERE = frozenset({"cuda_ipc"})
+"""On a GPU, in tests/gpu/test_cuda_ipc.py."""
 
 
 def test_every_transport_is_held_to_the_contract() -> None:

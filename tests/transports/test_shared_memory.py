@@ -19,9 +19,8 @@ from weightsync.errors import TransportError, UpdateTimeoutError
 from weightsync.interfaces import LinkContext, Transfer
 from weightsync.manifest import Manifest
 from weightsync.transports.channel import Channel, dial
+from weightsync.transports.handles import Forget, Hello
 from weightsync.transports.shared_memory import (
-    Forget,
-    Hello,
     Message,
     Segment,
     SharedMemoryReceiver,

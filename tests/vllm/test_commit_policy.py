@@ -210,8 +210,8 @@ def break_apply(patch: pytest.MonkeyPatch, *, at: int) -> None:
     """Every apply fails before its group *at*; -1: after the last."""
     plain = ws.Coalescer.groups
 
-    def broken(self: ws.Coalescer) -> Iterator[Any]:
-        for i, group in enumerate(plain(self)):
+    def broken(self: ws.Coalescer, **kinds: Any) -> Iterator[Any]:
+        for i, group in enumerate(plain(self, **kinds)):
             if i == at:
                 raise RuntimeError("planted")
             yield group

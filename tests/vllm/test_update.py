@@ -283,7 +283,7 @@ def test_a_transport_that_carries_other_than_was_sent_changes_nothing(
 ) -> None:
     plain = SharedMemorySender._tell
 
-    def faulty(self: SharedMemorySender, message: Any) -> None:
+    def faulty(self: SharedMemorySender, message: Any, **descriptor: Any) -> None:
         if hasattr(message, "pieces") and any(piece.name == NAME for piece in message.pieces):
             piece = next(piece for piece in message.pieces if piece.name == NAME)
             if fault == "flipped byte":
@@ -292,7 +292,7 @@ def test_a_transport_that_carries_other_than_was_sent_changes_nothing(
                 message = msgspec.structs.replace(message, version=message.version + 7)
             else:
                 message = msgspec.structs.replace(message, manifest_digest="0" * 32)
-        plain(self, message)
+        plain(self, message, **descriptor)
 
     old_moe.weights = load_weights(moe[1])
     session = old_moe.connect(bucket_bytes=1)
@@ -320,8 +320,8 @@ def test_a_reload_that_fails_half_way_poisons_and_the_next_update_is_exact(
 ) -> None:
     plain = ws.Coalescer.groups
 
-    def broken(self: ws.Coalescer) -> Iterator[Any]:
-        for i, group in enumerate(plain(self)):
+    def broken(self: ws.Coalescer, **kinds: Any) -> Iterator[Any]:
+        for i, group in enumerate(plain(self, **kinds)):
             if i == 7:
                 raise RuntimeError("planted")
             yield group

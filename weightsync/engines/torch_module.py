@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -10,6 +12,8 @@ from weightsync.errors import EngineStateError, ManifestError
 from weightsync.geometry import Region
 from weightsync.loadmap import Copy, LoadMap, Target
 from weightsync.manifest import Manifest
+from weightsync.module_tensors import module_tensors, tensor_table
+from weightsync.reachable import reachable_tensors
 
 
 class TorchModuleAdapter:
@@ -17,6 +21,7 @@ class TorchModuleAdapter:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self._table = tensor_table(module)
 
     def load_map(self, manifest: Manifest) -> LoadMap:
         """The identity over `state_dict()`.
@@ -29,7 +34,7 @@ class TorchModuleAdapter:
         targets, copies = [], []
         known = set(manifest.all_names)
         for path, tensor in self._tensors().items():
-            module, _, parameter = path.rpartition(".")
+            module, parameter = _place(path)
             targets.append(Target(module, parameter, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
             if path not in known:
                 continue
@@ -40,8 +45,33 @@ class TorchModuleAdapter:
             copies.append(Copy(path, module, parameter, region, region))
         return LoadMap.from_copies(manifest, copies, targets)
 
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter, or buffer; "cpu" for a module without any."""
+        tensors = itertools.chain(self._module.parameters(), self._module.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    laid_out_as_loaded = True
+
+    @property
+    def copies_load(self) -> bool:
+        """Not where a subclass does more than `apply` does here."""
+        return type(self).apply is TorchModuleAdapter.apply
+
+    def live(self) -> dict[tuple[str, str], torch.Tensor]:
+        """As `check_ready` found the modules; parameters are looked up anew."""
+        return {_place(path): tensor for path, tensor in self._table().items()}
+
+    def reachable(self) -> dict[str, dict[str, torch.Tensor]]:
+        return reachable_tensors(self._module)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def check_ready(self) -> None:
-        for path, tensor in self._tensors().items():
+        self._table = tensor_table(self._module)
+        for path, tensor in self._table().items():
             if tensor.is_meta:
                 raise EngineStateError(f"{path} is on the meta device; give the module memory first (to_empty)")
 
@@ -56,6 +86,11 @@ class TorchModuleAdapter:
         return 1
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        # A state_dict may hold extra state that is no tensor.
-        state = self._module.state_dict(keep_vars=True)
-        return {path: tensor for path, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        return module_tensors(self._module)
+
+
+@cache
+def _place(path: str) -> tuple[str, str]:
+    """(module path, parameter)."""
+    module, _, parameter = path.rpartition(".")
+    return module, parameter

@@ -26,6 +26,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from weightsync.engines.vllm_state import draft_targets, refuse_unfit
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest
+from weightsync.ranks import rank_in_engine
+from weightsync.reachable import reachable_tensors
 from weightsync.recorder import record_load_map
 
 
@@ -37,7 +39,10 @@ class VllmAdapter:
         parallel = worker.vllm_config.parallel_config
         # data_parallel_rank is 0 on every replica of a dense model; the index is not.
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-        self.rank: int = replica * parallel.world_size + worker.rank
+        self.rank: int = rank_in_engine(replica, worker.rank, parallel.world_size)
+        self.device = torch.device(worker.device)
+        self._fed: dict[tuple[str, str], torch.nn.Module] = {}
+        """(module path, parameter) -> the module, of all that the load map feeds."""
         self._ties: dict[str, str] = {}
         """Checkpoint name -> the name of the tied parameter that it feeds besides."""
 
@@ -90,6 +95,7 @@ class VllmAdapter:
             self._abort_reload()
         # Caches such as a rotary embedding's are no weights; they matter only where a tensor feeds them.
         fed = {(copy.module, copy.parameter) for copy in load_map.copies}
+        self._fed = {(path, name): model.get_submodule(path) for path, name in fed}
         kept = tuple(
             t for t in load_map.targets if (t.module, t.parameter) in fed or (t.module, t.parameter) not in passing
         )
@@ -101,6 +107,24 @@ class VllmAdapter:
             yield name, tensor
             if name in self._ties:
                 yield self._ties[name], tensor
+
+    laid_out_as_loaded = False
+    copies_load = True
+
+    def live(self) -> dict[tuple[str, str], torch.Tensor]:
+        return {
+            (path, name): tensor.detach()
+            for (path, name), module in self._fed.items()
+            if isinstance(tensor := getattr(module, name, None), torch.Tensor)
+        }
+
+    def reachable(self) -> dict[str, dict[str, torch.Tensor]]:
+        """KV caches are left out: nothing generates during an update."""
+        return reachable_tensors(self._model(), skip=frozenset({"kv_cache", "kv_caches"}))
+
+    def synchronize(self) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
     def check_ready(self) -> None:
         refuse_unfit(self._worker)
@@ -122,8 +146,7 @@ class VllmAdapter:
         except BaseException:
             self._abort_reload()
             raise
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        self.synchronize()
         return reloads
 
     def _model(self) -> Any:

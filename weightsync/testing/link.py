@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -112,7 +112,7 @@ def receive_all(receiver: ReceiverTransport, of: Transfer) -> Received:
     found = {}
     for group in islice(target.groups(), 1):  # what this sender does not send is missing, and may be
         for name, tensor in group:
-            found[name] = (str(tensor.dtype), tuple(tensor.shape), as_bytes(tensor).numpy().tobytes())
+            found[name] = (str(tensor.dtype), tuple(tensor.shape), as_bytes(tensor.cpu()).numpy().tobytes())
     target.close()
     return Received(found, target.content_digests().get(receiver.context.sender, 0))
 
@@ -147,7 +147,7 @@ class Link:
             stack.callback(self._case.soon, self.sender.close)
 
     def send(self, of: Transfer, tensors: Tensors) -> Background[TransferStats]:
-        return self.send_pairs(of, items(self._hold(tensors), of.manifest))
+        return self.send_pairs(replace(of, held=self._case.held), items(self._hold(tensors), of.manifest))
 
     def send_pairs(self, of: Transfer, pairs: Pairs) -> Background[TransferStats]:
         self._sending.append(self._case.start(lambda: self.sender.send(of, pairs)))
@@ -186,6 +186,8 @@ class TransportCase(Suite):
     """The name by which the registry knows it."""
     settings: ClassVar[Mapping[str, Any]] = {}
     """Fields of `LinkContext` that are to be other than the suite's."""
+    held: ClassVar[bool] = False
+    """Whether `hold` returns tensors that stay as they are until the version is finished, so that they may be read in place."""
     settle_s: ClassVar[float] = 10
     """How long after its close a link may take to give everything back."""
 

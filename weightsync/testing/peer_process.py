@@ -14,6 +14,7 @@ from weightsync.chunk import WeightChunk
 from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
 from weightsync.testing.link import Received, endless, model, receive_all, transfer
 from weightsync.testing.processes import ProcessParty
+from weightsync.weightset import SetDigests, WeightSet
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Ends:
     kind: Any
     receiver: ReceiverTransport
     sender: SenderTransport
-    chunks: Iterator[WeightChunk]
-    lent: WeightChunk
+    chunks: Iterator[WeightChunk | WeightSet | SetDigests]
+    lent: WeightChunk | WeightSet | SetDigests
     sending: Background[TransferStats]
 
     def load(self, kind: ClassReference) -> None:

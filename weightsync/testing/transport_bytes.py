@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from weightsync.chunk import WeightChunk
+from weightsync.chunk import WeightChunk, as_bytes
 from weightsync.errors import TransportError, UpdateTimeoutError
 from weightsync.interfaces import ReceiverTransport, Transfer
 from weightsync.manifest import Manifest
@@ -26,6 +26,7 @@ from weightsync.testing.link import (
     transfer,
 )
 from weightsync.testing.peer_process import Ends, Peer
+from weightsync.weightset import SetDigests, WeightSet
 
 
 class MovesExactBytes(TransportCase):
@@ -116,7 +117,9 @@ class MovesExactBytes(TransportCase):
             assert seen == [of.manifest.nbytes] * 2, f"{of.manifest.nbytes} bytes were sent, {seen} received"
 
     def test_a_stable_chunk_stays_as_it_is_until_the_version_is_finished(self) -> None:
-        def keep(receiver: ReceiverTransport, of: Transfer) -> list[tuple[WeightChunk, list[bytes]]]:
+        def keep(
+            receiver: ReceiverTransport, of: Transfer
+        ) -> list[tuple[WeightChunk | WeightSet | SetDigests, list[bytes]]]:
             kept = []
             for chunk in receiver.receive(of):
                 if chunk.stable:
@@ -168,8 +171,12 @@ class MovesExactBytes(TransportCase):
                 assert counted in (None, changed), f"{counted} values were counted as changed, {changed} have"
 
 
-def _parts(chunk: WeightChunk) -> list[bytes]:
-    """A chunk's pieces as they are now."""
+def _parts(chunk: WeightChunk | WeightSet | SetDigests) -> list[bytes]:
+    """A chunk's pieces, or a set's tensors, as they are now."""
+    if isinstance(chunk, SetDigests):
+        return []
+    if isinstance(chunk, WeightSet):
+        return [as_bytes(tensor.cpu()).numpy().tobytes() for tensor in chunk.layout.tensors.values()]
     assert chunk.payload.dtype == torch.uint8 and chunk.payload.dim() == 1, "a payload is 1-D uint8"
-    data = chunk.payload.numpy().data
+    data = chunk.payload.cpu().numpy().data
     return [bytes(data[piece.offset : piece.offset + piece.nbytes]) for piece in chunk.pieces]

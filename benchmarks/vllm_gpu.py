@@ -1,0 +1,239 @@
+"""What a verified update of a vLLM engine costs on one GPU, beside a bare `reload_weights` of the same tensors.
+
+    python -m benchmarks.vllm_gpu [--out benchmarks/results/vllm_gpu.json]
+
+A Qwen3-MoE of 3.65 GB (843 tensors, bf16). Trainer and engines are processes of their own on the same GPU.
+
+    bare    the engine reloads tensors that lie in its own process on the GPU already: no transfer, no proof
+    update  `sync.update()` as the caller sees it, over cuda_ipc: from the trainer's parameters to the committed version, with
+            digests (verified) and without (raw), staged and streaming; by copies where these were seen to equal a reload, and
+            always by a reload
+
+Times are medians. Each update brings another version; after the last one the engine's outputs must be those that it had
+fresh from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import weightsync as ws
+from benchmarks.common import EXTENSION, write_record
+from weightsync.testing.random_moe import CUDA_GRAPHS, MOE_3_65_GB, MoeEngine, MoeTrainer, Outputs
+
+SIZES: dict[str, int] = MOE_3_65_GB
+DEVICE = "cuda"
+AUTO = "cuda_ipc"
+GPU_SHARE = {"trainer": 0.1, "engine": 0.4}
+FRESH_SEED = 1
+"""Of the version in the checkpoint."""
+WARM_UP = 2
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for `bare_reloads`, which runs in the worker
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+}
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "skip_tokenizer_init": True,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,  # vLLM would measure what is free, which the other engine's start disturbs
+    "worker_extension_cls": EXTENSION,
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "CUDA graphs": {"enforce_eager": False, "compilation_config": CUDA_GRAPHS},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    f"{'verified' if digest else 'raw'}, {apply}": {"digest": digest, "apply": apply}
+    for digest in (True, False)
+    for apply in ("staged", "streaming")
+} | {
+    f"verified, {apply}, reloaded": {"digest": True, "apply": apply, "direct_apply": "off"}
+    for apply in ("staged", "streaming")
+}
+
+
+@dataclass
+class Row:
+    """One variant's updates on one engine."""
+
+    update_s: list[float] = field(default_factory=list)
+    """As the caller waits for `update()`."""
+    report_s: list[float] = field(default_factory=list)
+    """Within the coordinator."""
+    pause_s: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
+    reloads: list[int] = field(default_factory=list)
+    """How often the engine's loader ran; 0: everything was copied."""
+    connect_s: float = 0.0
+    ratio_to_bare: float = 0.0
+
+
+@dataclass
+class Measured:
+    """Of one engine."""
+
+    bare_reload_s: list[float]
+    updates: dict[str, Row] = field(default_factory=dict)
+    exact: bool = False
+    """After the last update it put out what it did when it was fresh."""
+
+
+def bare_reloads(worker: Any, file: str, warm_up: int, rounds: int) -> list[float]:
+    """Seconds of each `reload_weights` of all tensors in *file*, which are read to the device before."""
+    from safetensors.torch import load_file
+    from vllm.config import set_current_vllm_config
+
+    tensors = list(load_file(file, device=str(worker.device)).items())
+
+    def synchronize() -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    seconds = []
+    with set_current_vllm_config(worker.vllm_config):
+        for _ in range(warm_up + rounds):
+            synchronize()
+            start = time.perf_counter()
+            worker.model_runner.reload_weights(weights_iterator=iter(tensors))
+            synchronize()
+            seconds.append(time.perf_counter() - start)
+    return seconds[warm_up:]
+
+
+class Clock:
+    """Time since the start of the run, and whether there is enough left to begin another variant."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._start, self._limit_s = time.monotonic(), limit_s
+
+    def __call__(self) -> float:
+        return time.monotonic() - self._start
+
+    def is_over(self) -> bool:
+        return self() > self._limit_s
+
+
+def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, clock: Clock) -> Measured:
+    """All that is measured of one engine; variants for which no time is left are left out."""
+    found = Measured(ray.get(engine.on_worker.remote(bare_reloads, str(file), WARM_UP, rounds)))
+    bare_s = statistics.median(found.bare_reload_s)
+    seed = FRESH_SEED
+    print(f"{clock():.0f} s: bare reload {1e3 * bare_s:.0f} ms", flush=True)
+    for name, config in VARIANTS.items():
+        if clock.is_over():
+            continue
+        row = found.updates[name] = Row()
+        start = time.perf_counter()
+        with ws.connect(trainers=[trainer], engines=[engine], source="weights", target="llm", config=config) as sync:
+            row.connect_s = time.perf_counter() - start
+            for i in range(-WARM_UP, rounds):
+                seed += 1
+                ray.get(trainer.set.remote(FRESH_SEED if i == rounds - 1 else seed))
+                start = time.perf_counter()
+                report = sync.update()
+                seconds = time.perf_counter() - start
+                assert set(report.transports.values()) == {AUTO}, report.transports
+                assert report.apply == config["apply"], report.apply
+                if i >= 0:
+                    row.update_s.append(seconds)
+                    row.report_s.append(report.seconds)
+                    row.pause_s.append(report.pause_s)
+                    row.phases.append(report.phases)
+                    row.reloads += [of.reloads for of in report.ranks if of.rank.startswith("engine")]
+        row.ratio_to_bare = statistics.median(row.update_s) / bare_s
+        print(f"{clock():.0f} s: {name}: {1e3 * statistics.median(row.update_s):.1f} ms, {row.reloads}", flush=True)
+    ray.get(engine.forget_prompts.remote())
+    found.exact = ray.get(engine.outputs.remote()) == fresh
+    return found
+
+
+def run(folder: Path, rounds: int, arguments: dict[str, Any], clock: Clock) -> dict[str, Measured]:
+    trainer = ray.remote(MoeTrainer).options(num_gpus=GPU_SHARE["trainer"]).remote(SIZES, DEVICE)
+    ray.get(trainer.set.remote(FRESH_SEED))
+    ray.get(trainer.write.remote(str(folder)))
+    start = ray.remote(MoeEngine).options(num_gpus=GPU_SHARE["engine"])
+    # Both start at once, and neither is measured before both stand.
+    engines = {
+        name: start.remote(str(folder), ARGUMENTS | arguments | own, ENVIRONMENT) for name, own in ENGINES.items()
+    }
+    print(f"{clock():.0f} s: the checkpoint is written", flush=True)
+    fresh = dict(zip(engines, ray.get([engine.outputs.remote() for engine in engines.values()]), strict=True))
+    file = folder / "model.safetensors"
+    print(f"{clock():.0f} s: the engines stand", flush=True)
+    found = {}
+    for name, engine in engines.items():
+        found[name] = measure(engine, trainer, file, fresh[name], rounds, clock)
+        print(f"{clock():.0f} s: {name} is measured", flush=True)
+    ray.get([engine.stop.remote() for engine in engines.values()])
+    return found
+
+
+def table(measured: dict[str, Measured]) -> Table:
+    columns = ("", "ms", "min to max", "x bare", "pause", "reloads", "phases, ms")
+    found = Table(*columns, title="3.65 GB Qwen3-MoE, vLLM, one GPU (medians)")
+    for engine, of in measured.items():
+        bare = of.bare_reload_s
+        found.add_row(f"{engine}: bare reload", *_spread(bare), "1", "", "1", "")
+        for name, row in of.updates.items():
+            medians = {phase: statistics.median(p.get(phase, 0.0) for p in row.phases) for phase in row.phases[-1]}
+            phases = ", ".join(f"{phase} {1e3 * s:.0f}" for phase, s in medians.items())
+            pause = f"{1e3 * statistics.median(row.pause_s):.0f}"
+            ratio, reloads = f"{row.ratio_to_bare:.2f}", f"{max(row.reloads)}"
+            found.add_row(f"{engine}: {name}", *_spread(row.update_s), ratio, pause, reloads, phases)
+        found.add_row(f"{engine}: outputs as fresh", "yes" if of.exact else "NO")
+    return found
+
+
+def _spread(seconds: list[float]) -> tuple[str, str]:
+    return f"{1e3 * statistics.median(seconds):.0f}", f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--limit-s", type=float, default=125, help="begin no more variants after so many seconds")
+    parser.add_argument("--attention-backend", help="vLLM's attention_backend, where its own choice does not run")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_gpu.json"))
+    asked = parser.parse_args()
+    clock = Clock(asked.limit_s)
+    arguments = {"attention_backend": asked.attention_backend} if asked.attention_backend else {}
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=10**9,
+        include_dashboard=False,
+        logging_level="error",
+        log_to_driver=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        measured = run(Path(folder), asked.rounds, arguments, clock)
+    packages = ("torch", "ray", "vllm", "cupy-cuda13x", "cupy-cuda12x", "weightsync")
+    settings = {
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "rounds": asked.rounds,
+        "model": SIZES,
+        "attention_backend": asked.attention_backend,
+    }
+    write_record(asked.out, packages, settings | {"measured": {name: asdict(of) for name, of in measured.items()}})
+    Console(width=140).print(table(measured))
+
+
+if __name__ == "__main__":
+    main()

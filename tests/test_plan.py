@@ -1,0 +1,104 @@
+"""Which transport serves a pair: by where the weights of both lie, or as configured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weightsync.config import SyncConfig, TransportRule
+from weightsync.errors import ConfigError
+from weightsync.identity import Identity
+from weightsync.plan import choose_transport
+
+AUTO = SyncConfig()
+
+
+def rank(pid: int, gpu: str = "", **fields: Any) -> Identity:
+    """One process; with cupy where its weights lie on a GPU."""
+    settings = {"host": "here", "machine": "m", "node": "n", "cupy": "14.0.0" if gpu else ""} | fields
+    return Identity(pid=pid, gpu=gpu, weightsync="1", torch="2.11", python="3.12", **settings)
+
+
+THERE: dict[str, Any] = {"host": "there", "machine": "other", "node": "o"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "expected"),
+    [
+        (rank(1, "A"), rank(2, "A"), "cuda_ipc"),
+        (rank(1, "A"), rank(1, "A"), "cuda_ipc"),
+        (rank(1, "A", cupy=""), rank(2, "A"), "shared_memory"),
+        (rank(1, "A"), rank(2, "A", cupy=""), "shared_memory"),
+        (rank(1, "A"), rank(2, "B"), "broadcast"),
+        (rank(1, "A", cupy=""), rank(2, "B", cupy=""), "broadcast"),
+        (rank(1), rank(2, "A"), "shared_memory"),
+        (rank(1, "A"), rank(2), "shared_memory"),
+        (rank(1), rank(2), "shared_memory"),
+        (rank(1, "A"), rank(2, "A", node="another"), "cuda_ipc"),
+        (rank(1, "A"), rank(2, "B", **THERE), "broadcast"),
+        (rank(1, "A"), rank(2, "A", **THERE), "broadcast"),
+        (rank(1), rank(2, **THERE), "broadcast"),
+        (rank(1, "A"), rank(2, **THERE), "broadcast"),
+    ],
+    ids=[
+        "one GPU",
+        "one process",
+        "one GPU, no cupy at the trainer's",
+        "one GPU, no cupy at the engine's",
+        "two GPUs of a host",
+        "two GPUs of a host, no cupy",
+        "only the engine on a GPU",
+        "only the trainer on a GPU",
+        "both on the CPU",
+        "one GPU, two Ray nodes of a host",
+        "GPUs of two hosts",
+        "GPUs of two hosts with one name",
+        "CPUs of two hosts",
+        "a GPU and a CPU of two hosts",
+    ],
+)
+def test_auto_takes_the_fastest_that_can_serve_the_pair(trainer: Identity, engine: Identity, expected: str) -> None:
+    assert choose_transport(AUTO, trainer, engine) == expected
+    rules = SyncConfig(transport=(TransportRule(use="auto"),))
+    assert choose_transport(rules, trainer, engine) == expected
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "broadcast", "cuda_ipc"])
+def test_a_transport_that_is_named_is_taken(name: str) -> None:
+    config = SyncConfig(transport=name)
+    assert choose_transport(config, rank(1, "A"), rank(2, "A")) == name
+    assert choose_transport(config, rank(1, "A"), rank(2, "B")) == name, "two GPUs may reach each other"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "place"),
+    [
+        (rank(11), rank(22), "not both on a GPU"),
+        (rank(11), rank(22, "A"), "not both on a GPU"),
+        (rank(11, "A"), rank(22), "not both on a GPU"),
+        (rank(11, "A"), rank(22, "A", **THERE), "on two hosts"),
+        (rank(11), rank(22, **THERE), "on two hosts"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["cuda_ipc", (TransportRule(use="cuda_ipc"),)], ids=["named", "by a rule"])
+def test_cuda_ipc_is_refused_where_it_cannot_serve_and_both_are_named(
+    transport: Any, trainer: Identity, engine: Identity, place: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"cuda_ipc cannot serve .* whose weights are {place}") as caught:
+        choose_transport(SyncConfig(transport=transport), trainer, engine)
+    assert caught.value.key == "transport"
+    assert str(trainer) in str(caught.value)
+    assert str(engine) in str(caught.value)
+
+
+def test_a_rule_may_leave_the_pairs_that_cuda_ipc_cannot_serve_to_another() -> None:
+    rules = (TransportRule(use="cuda_ipc", same_host=True), TransportRule(use="broadcast"))
+    config = SyncConfig(transport=rules)
+    assert choose_transport(config, rank(1, "A"), rank(2, "A")) == "cuda_ipc"
+    assert choose_transport(config, rank(1, "A"), rank(2, "A", **THERE)) == "broadcast"
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown transport 'pigeon'"):
+        choose_transport(SyncConfig(transport="pigeon"), rank(1), rank(2))

@@ -1,0 +1,120 @@
+"""What a sender says over gloo before each bucket: two integers, sizes of header and payload, then the header.
+
+A size of nought for the header is the end of a transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from weightsync.chunk import Piece
+from weightsync.errors import TransportError
+from weightsync.transports.gloo_group import Flight, GlooGroup
+from weightsync.wire import pack, unpack
+
+_MAX_HEADER_BYTES = 64 << 20
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a bucket holds."""
+
+    version: int
+    manifest_digest: str
+    pieces: tuple[Piece, ...]
+
+
+_headers = msgspec.msgpack.Decoder(Header)
+
+
+def announce(group: GlooGroup, header: Header | None, nbytes: int, what: str) -> Callable[[], None]:
+    """Begin to say what comes, or that nothing does; returns how to wait until it was said."""
+    encoded = pack(header) if header is not None else b""
+    sizes = torch.tensor([len(encoded), nbytes], dtype=torch.int64)
+    parts = [sizes, torch.frombuffer(bytearray(encoded), dtype=torch.uint8)] if encoded else [sizes]
+    works = [(group.start(part), part) for part in parts]  # a tensor has to live as long as the work on it
+
+    def wait() -> None:
+        for work, _ in works:
+            group.wait(work, what)
+
+    return wait
+
+
+@dataclass(slots=True)
+class Arriving:
+    """A bucket that was announced."""
+
+    what: str
+    nbytes: int
+    text: torch.Tensor
+    said: Any
+    """Work that ends when *text*, the header, is here."""
+    payload: torch.Tensor | None = None
+    flight: Flight | None = None
+
+
+class Incoming:
+    """The buckets of one transfer, as the sender announces them."""
+
+    def __init__(self, group: GlooGroup, largest_bytes: int) -> None:
+        self._group, self._largest_bytes = group, largest_bytes
+        self._number = 0
+        self._sizes = torch.zeros(2, dtype=torch.int64)
+        self._work: Any = None
+        self._ended = False
+
+    def next_if_announced(self) -> Arriving | None:
+        """The next bucket; None where it was not announced yet, or there is none."""
+        if self._ended:
+            return None
+        self.listen()
+        return self._accept() if self._group.is_done(self._work, self._what) else None
+
+    def next(self) -> Arriving | None:
+        """Wait for the next bucket; None after the last.
+
+        Raises:
+            TransportError: the sender is gone, or announces what is not possible. UpdateTimeoutError: it says nothing.
+        """
+        if self._ended:
+            return None
+        self.listen()
+        self._group.wait(self._work, self._what)
+        return self._accept()
+
+    @property
+    def _what(self) -> str:
+        return f"bucket {self._number}"
+
+    def listen(self) -> None:
+        """Be ready for the next announcement."""
+        if self._work is None and not self._ended:
+            self._sizes = torch.zeros(2, dtype=torch.int64)
+            self._work = self._group.start(self._sizes)
+
+    def _accept(self) -> Arriving | None:
+        header_bytes, payload_bytes = map(int, self._sizes)
+        self._work, what = None, self._what
+        self._number += 1
+        if header_bytes == 0:
+            self._ended = True
+            return None
+        if not (0 < header_bytes <= _MAX_HEADER_BYTES and 0 <= payload_bytes <= self._largest_bytes):
+            raise TransportError(
+                f"{self._group.who}: it announced a bucket of {payload_bytes} bytes, the largest has {self._largest_bytes}"
+            )
+        text = torch.empty(header_bytes, dtype=torch.uint8)
+        return Arriving(what, payload_bytes, text, self._group.start(text))
+
+    def header(self, arriving: Arriving) -> Header:
+        """Wait for the names of what is in it."""
+        self._group.wait(arriving.said, arriving.what)
+        try:
+            return unpack(arriving.text.numpy().tobytes(), _headers)
+        except TransportError as error:
+            raise TransportError(f"{self._group.who}: a header: {error}") from error

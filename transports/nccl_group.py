@@ -1,0 +1,274 @@
+"""One link's payloads over NCCL: a communicator of its own beside the link's gloo group, which keeps all the rest.
+
+    connect     unique id over gloo, join, one broadcast that opens NCCL's connections
+    a transfer  all members meet over gloo; where a GPU takes part in several links, each bucket takes a turn (`turns`)
+    a bucket    announced over gloo, so that nobody starts a kernel for which the others are not on their way
+    close       finalize and destroy; after a failure, or where that takes long, abort, which ends kernels that run
+
+Waits poll and are bounded; what they raise has ended the communicator, and the link with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+
+from weightsync.background import Background
+from weightsync.cuda.memory import pool_memory
+from weightsync.cuda.moves import Moves
+from weightsync.errors import TransportError, UpdateTimeoutError, WeightSyncError
+from weightsync.interfaces import LinkContext
+from weightsync.ranks import SENDER
+from weightsync.transports.gloo_group import Flight, GlooGroup
+from weightsync.transports.nccl import UNIQUE_ID_BYTES, Communicator, new_unique_id
+from weightsync.transports.turns import TURNS
+
+NUM_BUCKETS = 2
+_POLL_S = 0.00005
+_FINALIZE_S = 1.0
+_CLOSE_S = 3.0
+_WARM_UP_BYTES = 1 << 20
+
+
+class _Streams:
+    """Streams that links take when they connect and give back: a new one each time would strand cached memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        with self._lock:
+            idle = self._idle.setdefault(device, [])
+            return idle.pop() if idle else torch.cuda.Stream(device, priority=-1)
+
+    def give(self, stream: torch.cuda.Stream) -> None:
+        with self._lock:
+            self._idle[stream.device].append(stream)
+
+
+_streams = _Streams()
+
+
+class NcclGroup:
+    """The communicator of one link as one of its ranks sees it. One thread at a time, but for `close`."""
+
+    ahead = True
+    """The next bucket is received while the last is read."""
+
+    def __init__(self, context: LinkContext, gloo: GlooGroup) -> None:
+        device = torch.device(context.device)
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._gloo, self._timeout_s, self._token = gloo, context.timeout_s, context.token
+        self._comm: Communicator | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._memory: list[torch.Tensor] = []
+        self._order: list[int] = []
+        """Ranks in the order in which they take their turns; of all processes of all links the same."""
+        self.in_turns = False
+        """Whether a GPU of a member takes part in other links, too; known after `begin`."""
+        self.largest_bytes = 0
+        """Of a bucket."""
+        self._in_flight = 0
+        self._lock = threading.Lock()
+        self._ending: Background[None] | None = None
+
+    # ---- opening ------------------------------------------------------------------------------------------------
+
+    def connect(self, bucket_bytes: int) -> None:
+        """Collective, after the gloo group's. *bucket_bytes*: the sender's, which all use.
+
+        Raises:
+            TransportError, UpdateTimeoutError: a member did not join, or the GPU has no room for two buckets.
+        """
+        gloo, rank = self._gloo, self._gloo.rank
+        TURNS.join(str(self.device), self._token)
+        hello = torch.zeros(UNIQUE_ID_BYTES + 8, dtype=torch.uint8)
+        if rank == SENDER:
+            text = new_unique_id() + bucket_bytes.to_bytes(8, "little")
+            hello = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        gloo.wait(gloo.start(hello), "NCCL's unique id")
+        text = hello.numpy().tobytes()
+        self.largest_bytes = max(int.from_bytes(text[UNIQUE_ID_BYTES:], "little"), 1)
+        self._order = sorted(range(gloo.size), key=lambda member: (gloo.members[member], member))
+        self._stream = _streams.take(self.device)
+        for _ in range(NUM_BUCKETS):
+            self._memory.append(pool_memory(self.largest_bytes, self.device))
+        self._warm_up_moves()
+        with self._ends_on_error():
+            self._comm = Communicator(text[:UNIQUE_ID_BYTES], rank=rank, size=gloo.size, device=self.device)
+            self._settle("joining")
+        payload = self._memory[0][:_WARM_UP_BYTES]
+        with self.turn("the first broadcast"):
+            self.wait(self.start(payload, "the first broadcast"))
+
+    def _warm_up_moves(self) -> None:
+        """Compile and load the kernel that copies and digests, before another one spins on this GPU."""
+        source = self._memory[0][:64]
+        Moves([(source, self._memory[1][:64])], self.device).run(digest=True)
+
+    def bucket(self, index: int) -> torch.Tensor:
+        """One of the two to send from."""
+        self._of_live()
+        return self._memory[index]
+
+    def room(self, index: int, nbytes: int) -> torch.Tensor:
+        """One of the two to receive into."""
+        return self.bucket(index)[:nbytes]
+
+    # ---- a transfer ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Collective, at the start of each transfer: nobody sends before all have come.
+
+        Raises:
+            TransportError, UpdateTimeoutError: a member is gone, or silent.
+        """
+        links = [0] * self._gloo.size
+        links[self._gloo.rank] = TURNS.num_links(str(self.device))
+        self.in_turns = max(self._gloo.sum(links, "the start of a transfer")) > 1
+
+    @contextlib.contextmanager
+    def turn(self, what: str) -> Iterator[None]:
+        """Collective: for one bucket, no other link has kernels on the members' GPUs."""
+        gloo, taken = self._gloo, False
+        deadline = time.monotonic() + self._timeout_s
+
+        def check() -> None:
+            gloo.check()
+            if time.monotonic() > deadline:
+                raise UpdateTimeoutError(f"{gloo.who}: another link kept {self.device} for {self._timeout_s:g} s")
+
+        try:
+            for member in self._order:
+                if member == gloo.rank:
+                    TURNS.take(str(self.device), self._token, check)
+                    taken = True
+                gloo.wait(gloo.start(torch.zeros(1, dtype=torch.uint8), root=member), f"the turn for {what}")
+            yield
+            gloo.sum([0], f"the end of {what}")
+        finally:
+            if taken:
+                TURNS.give(str(self.device), self._token)
+
+    def start(self, payload: torch.Tensor, what: str) -> Flight:
+        """Collective: begin to broadcast *payload* from rank 0; its bytes must be in place."""
+        self._gloo.check()
+        with self._ends_on_error():
+            comm, stream = self._of_live(), self._stream
+            assert stream is not None
+            comm.broadcast(payload.data_ptr(), payload.numel(), root=SENDER, stream=stream)
+            self._in_flight += 1
+            self._settle(what)
+            flight = Flight(torch.cuda.Event(), what)
+            flight.event.record(stream)
+        return flight
+
+    def wait(self, flight: Flight, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait until it has landed; *meanwhile* is called now and then.
+
+        Raises:
+            TransportError, UpdateTimeoutError: a member is gone or silent, or the link was aborted.
+        """
+        self._poll(lambda: self._has_landed(flight), flight.what, meanwhile)
+        self._in_flight -= 1
+
+    def _has_landed(self, flight: Flight) -> bool:
+        self._of_live().is_ready()
+        return bool(flight.event.query())
+
+    def _settle(self, what: str) -> None:
+        """Wait until NCCL has given the stream what was called last."""
+        self._poll(lambda: self._of_live().is_ready(), what)
+
+    def _poll(self, is_done: Callable[[], bool], what: str, meanwhile: Callable[[], None] | None = None) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        with self._ends_on_error():
+            while not is_done():
+                self._gloo.check()
+                if meanwhile is not None:
+                    meanwhile()
+                if time.monotonic() > deadline:
+                    raise self._gloo.late(what)
+                time.sleep(_POLL_S)
+
+    def _of_live(self) -> Communicator:
+        comm = self._comm
+        if comm is None or self._ending is not None:
+            self._gloo.check()
+            raise TransportError(f"{self._gloo.who} is not connected, or has ended")
+        return comm
+
+    @contextlib.contextmanager
+    def _ends_on_error(self) -> Iterator[None]:
+        """What is raised ends the communicator, so that no kernel of it goes on spinning; others' errors get a name."""
+        try:
+            yield
+        except WeightSyncError as error:
+            self._end(gently=False)
+            if type(error) is TransportError and self._gloo.who not in str(error):
+                lost = self._gloo.lost() or "a peer may have died"
+                raise TransportError(f"{self._gloo.who} is broken ({error}); {lost}") from error
+            raise
+        except RuntimeError as error:  # a CUDA error
+            self._end(gently=False)
+            raise TransportError(f"{self._gloo.who}: the GPU failed ({error})") from error
+
+    # ---- ending -------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """The link is broken: end what runs. Does not wait."""
+        self._end(gently=False)
+
+    def close(self) -> None:
+        """Bounded and idempotent; what takes longer goes on in the background."""
+        self._end(gently=self._in_flight == 0)
+        assert self._ending is not None
+        self._ending.join(_CLOSE_S)
+
+    def _end(self, *, gently: bool) -> None:
+        with self._lock:
+            if self._ending is None:
+                TURNS.leave(str(self.device), self._token)
+                self._ending = Background(lambda: self._free(gently), name="nccl-close")
+
+    def _free(self, gently: bool) -> None:
+        comm, stream = self._comm, self._stream
+        if comm is not None and not (gently and _finalize(comm)):
+            comm.abort()
+        self._comm = self._stream = None
+        if stream is not None:
+            stream.synchronize()
+            _streams.give(stream)
+        self._memory = []  # given back with the last view of it; that waits for all kernels of this process
+
+
+@cache
+def warm_up(device: torch.device) -> None:
+    """Load and compile, once in a process, what takes seconds: a link's bound then has not to allow for it."""
+    source = torch.zeros(64, dtype=torch.uint8, device=device)
+    Moves([(source, torch.empty_like(source))], device).run(digest=True)
+    comm = Communicator(new_unique_id(), rank=0, size=1, device=device)
+    while not comm.is_ready():
+        time.sleep(_POLL_S)
+    comm.abort()
+
+
+def _finalize(comm: Communicator) -> bool:
+    """End a communicator of which nothing is under way; False where that fails, or takes long."""
+    deadline = time.monotonic() + _FINALIZE_S
+    try:
+        comm.finalize()
+        while not comm.is_ready():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        comm.destroy()
+    except TransportError:
+        return False
+    return True

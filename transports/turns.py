@@ -1,0 +1,61 @@
+"""Whose turn it is to run NCCL kernels on a GPU.
+
+Kernels of two communicators wait for their peers on other GPUs while they hold their place on this one. Where GPU A begins
+with one and GPU B with the other, and neither has room for both, all wait forever. So where a GPU takes part in several
+links, a link sends its buckets in turns: each member of the link in one order, the same for all links, makes its GPU that
+link's alone, and only then the kernels are started. A turn lasts one bucket, and nobody waits within it for anything but
+that bucket: what a sender needs of other senders in order to make the next tensor, it has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+_POLL_S = 0.001
+
+
+class Turns:
+    """The GPUs of one process, by name; a link is known by its token. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._ends: dict[str, list[str]] = {}
+        """Tokens of the ends that are open on a GPU."""
+        self._taken: dict[str, list[str]] = {}
+        """Tokens of the ends whose turn it is: all of one link."""
+
+    def join(self, gpu: str, token: str) -> None:
+        """A link has an end on *gpu*."""
+        with self._changed:
+            self._ends.setdefault(gpu, []).append(token)
+
+    def leave(self, gpu: str, token: str) -> None:
+        """It has closed. Idempotent for an end that has joined once."""
+        with self._changed:
+            if token in self._ends.get(gpu, ()):
+                self._ends[gpu].remove(token)
+
+    def num_links(self, gpu: str) -> int:
+        with self._changed:
+            return len(set(self._ends.get(gpu, ())))
+
+    def take(self, gpu: str, token: str, check: Callable[[], None]) -> None:
+        """Wait until no other link has its turn on *gpu*; *check* is called now and then, and raises to give up."""
+        while True:
+            check()
+            with self._changed:
+                taken = self._taken.setdefault(gpu, [])
+                if all(other == token for other in taken):
+                    taken.append(token)
+                    return
+                self._changed.wait(_POLL_S)
+
+    def give(self, gpu: str, token: str) -> None:
+        """The turn that was taken is over."""
+        with self._changed:
+            self._taken[gpu].remove(token)
+            self._changed.notify_all()
+
+
+TURNS = Turns()

@@ -1,0 +1,222 @@
+"""Load an engine rank by the load map's own copies where that is proven to equal a reload; by one reload where not.
+
+    first update        one reload, watched (`weightsync.qualify`): groups qualify
+    further updates     groups that qualified by copies, the others by one reload, in one update
+    layout changed      as a first update
+
+On `audit` every so many updates do both, and every parameter must come out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+
+import torch
+
+from weightsync.coalescer import Coalescer
+from weightsync.errors import EnginePoisonedError, EngineStateError
+from weightsync.interfaces import DirectAdapter, EngineAdapter
+from weightsync.loadmap import LoadMap
+from weightsync.placement import GroupCopies, Live, SetCopies, compile_set, digests_of, run_copies
+from weightsync.qualify import NOT_SEEN, Observation, layout_of, unfit
+from weightsync.weightset import SetLayout
+
+Pairs = list[tuple[str, torch.Tensor]]
+
+_MAX_PATIENCE = 63
+
+
+class Way(StrEnum):
+    """How one update is loaded."""
+
+    RELOAD = "one reload of everything"
+    OBSERVE = "one reload of everything, watched"
+    AUDIT = "copies and a reload, compared"
+    GROUPS = "groups as they come: copies, or the reload"
+    SETS = "everything in one launch, and a reload of the rest"
+
+
+class DirectApply:
+    """One engine rank's, for one load map."""
+
+    def __init__(self, adapter: EngineAdapter, load_map: LoadMap, *, mode: str, audit_every: int) -> None:
+        self._adapter = adapter
+        self._direct = adapter if isinstance(adapter, DirectAdapter) and adapter.copies_load else None
+        self._mode, self._audit_every = mode, audit_every
+        self._load_map = load_map
+        self._key_of = {name: group.key for group in load_map.groups for name in group.names}
+        self._groups: Mapping[str, GroupCopies] = {}
+        self._never: dict[str, str] = {}
+        """Groups that can never qualify, with the reason."""
+        self.reasons: dict[str, str] = {}
+        """Groups that are loaded by a reload, with the reason. All others by copies."""
+        self.reloaded: dict[str, str] = {}
+        """Groups that the last update loaded by a reload, with the reason."""
+        self._layout: object = None
+        self._since_audit = 0
+        self._pending_for = 0
+        """Updates since the last that was watched for groups that have shown nothing yet."""
+        self._patience = 0
+        self._compiled: dict[SetLayout, SetCopies] = {}
+        if self._direct is None:
+            self._give_up("the engine's adapter does not show its live tensors")
+        elif mode == "off" and not self._direct.laid_out_as_loaded:
+            self._give_up("direct_apply is off")
+        else:
+            self._start_anew(self._direct, self._direct.live())
+
+    def _give_up(self, reason: str) -> None:
+        self._direct, self._compiled = None, {}
+        self.reasons = {group.key: reason for group in self._load_map.groups}
+
+    def _start_anew(self, adapter: DirectAdapter, live: Live) -> None:
+        self._layout, self._compiled = layout_of(live), {}
+        self._groups, self._never = unfit(self._load_map, live)
+        self._pending_for = self._patience = 0
+        unproven = [] if adapter.laid_out_as_loaded else [key for key in self._groups if key not in self._never]
+        self.reasons = self._never | dict.fromkeys(unproven, NOT_SEEN)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._load_map.groups)
+
+    def forget_links(self) -> None:
+        """The links are gone, and with them what was compiled for them."""
+        self._compiled = {}
+
+    def plan(self, *, sets: bool) -> Way:
+        """How the next update will be loaded; *sets*: all that comes stays where it lies, in weight sets as far as may be."""
+        if self._direct is None:
+            return Way.RELOAD
+        live = self._direct.live()
+        if layout_of(live) != self._layout:
+            self._start_anew(self._direct, live)
+        self._since_audit += 1
+        if NOT_SEEN in self.reasons.values():
+            # Frozen or constant weights may never show anything; watching costs the others their speed.
+            self._pending_for += 1
+            if self._pending_for > self._patience:
+                self._pending_for, self._patience = 0, min(2 * self._patience + 1, _MAX_PATIENCE)
+                return Way.OBSERVE
+        if len(self.reasons) == len(self._load_map.groups) or (self._direct.laid_out_as_loaded and not sets):
+            return Way.RELOAD
+        if self._mode == "audit" and self._since_audit >= self._audit_every:
+            self._since_audit = 0
+            return Way.AUDIT
+        return Way.SETS if sets else Way.GROUPS
+
+    def apply(self, way: Way, coalescer: Coalescer, *, verify: bool) -> int:
+        """Load everything in the *way* that was planned; returns how often the engine's loader ran.
+
+        Args:
+            verify: digest what is copied from sets, and compare.
+
+        Raises:
+            EngineStateError: the engine's parameters have moved since the plan.
+            EnginePoisonedError: an audit found that copies and a reload differ; copies are off from then on.
+            As `Coalescer.groups`.
+        """
+        copies = way in (Way.GROUPS, Way.SETS, Way.AUDIT)
+        self.reloaded = (
+            dict(self.reasons) if copies else {**dict.fromkeys(self._key_of.values(), way.value), **self.reasons}
+        )
+        if self._direct is None or way is Way.RELOAD:
+            return self._adapter.apply(coalescer.groups(private=self.reasons))
+        live = self._direct.live()
+        if layout_of(live) != self._layout:
+            raise EngineStateError("the engine's parameters were moved during the update; update again")
+        self._direct.synchronize()  # what still reads the old weights
+        match way:
+            case Way.OBSERVE:
+                return self._observe(self._direct, live, coalescer)
+            case Way.AUDIT:
+                return self._audit(self._direct, live, coalescer)
+            case Way.SETS:
+                rest = self._copy_sets(live, coalescer, verify=verify)
+            case _:
+                rest = self._copy_groups(live, coalescer)
+        return self._load_rest(self._direct, rest)
+
+    def _observe(self, adapter: DirectAdapter, live: Live, coalescer: Coalescer) -> int:
+        """One reload of everything, watched."""
+        watched = Observation(self._groups, self._never, live, adapter.reachable)
+        reloads = adapter.apply(watched.watch(coalescer.groups(private=self._key_of.values())))
+        adapter.synchronize()
+        if layout_of(adapter.live()) == self._layout:
+            self.reasons, self._compiled = self._never | watched.reasons(), {}
+        return reloads
+
+    def _audit(self, adapter: DirectAdapter, live: Live, coalescer: Coalescer) -> int:
+        """Copy, then reload everything, and compare what came out."""
+        copied: dict[str, list[int]] = {}
+
+        def both() -> Iterator[Pairs]:
+            for pairs in coalescer.groups(private=self._key_of.values()):
+                key = self._key_of[pairs[0][0]]
+                if key not in self.reasons:
+                    run_copies(self._groups[key].copies, dict(pairs), live)
+                    copied[key] = self._digest(key, live)
+                yield pairs
+
+        reloads = adapter.apply(both())
+        adapter.synchronize()
+        now = adapter.live()
+        for key, digests in copied.items():
+            if self._digest(key, now) != digests:
+                self._give_up("an audit found that copies and a reload differ")
+                raise EnginePoisonedError(
+                    f"direct apply differs from a reload in module group {key}; it is off for this weight sync now. Update again"
+                )
+        return reloads
+
+    def _digest(self, key: str, live: Live) -> list[int]:
+        return digests_of([live[place] for place in self._groups[key].places])
+
+    def _copy_groups(self, live: Live, coalescer: Coalescer) -> Iterator[Pairs]:
+        """Copy groups as they come; yields those that did not qualify."""
+        for pairs in coalescer.groups(private=self.reasons):
+            key = self._key_of[pairs[0][0]]
+            if key in self.reasons:
+                yield pairs
+            else:
+                run_copies(self._groups[key].copies, dict(pairs), live)
+
+    def _copy_sets(self, live: Live, coalescer: Coalescer, *, verify: bool) -> Iterator[Pairs]:
+        """Copy everything at once; yields the groups that did not qualify."""
+        aliases = coalescer.manifest.aliases
+        sets, others = coalescer.take_all()
+        direct = [copy for key, group in self._groups.items() if key not in self.reasons for copy in group.copies]
+        layouts = [chunk.layout for chunk in sets]
+        if layouts != list(self._compiled):
+            self._compiled = {
+                layout: self._compiled.get(layout) or compile_set(layout, direct, live, aliases) for layout in layouts
+            }
+        for chunk in sets:
+            compiled = self._compiled[chunk.layout]
+            compiled.moves.start(digest=verify)
+            found = compiled.moves.result()
+            if verify:
+                coalescer.check_set(chunk, found)
+            with torch.no_grad():
+                for source, target in compiled.casts:
+                    target.copy_(source)
+        if others:
+            run_copies([c for c in direct if aliases.get(c.name, c.name) in others], others, live, aliases)
+        if not self.reasons:
+            return
+        tensors = others | {name: tensor for chunk in sets for name, tensor in chunk.layout.tensors.items()}
+        for group in self._load_map.groups:
+            if group.key in self.reasons:
+                yield [(name, tensors[aliases.get(name, name)].clone()) for name in group.names]
+
+    def _load_rest(self, adapter: DirectAdapter, rest: Iterator[Pairs]) -> int:
+        """What did not qualify, by one reload; none where there is nothing."""
+        if self.reasons:
+            reloads = adapter.apply(rest)
+        else:
+            for _ in rest:
+                raise AssertionError("every group has qualified")
+            reloads = int(adapter.laid_out_as_loaded)  # copying is how such an engine loads
+        adapter.synchronize()
+        return reloads
