@@ -15,68 +15,23 @@ Threads: any number of producers call `put`; one consumer iterates `groups` or w
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from weightsync.chunk import Piece, WeightChunk, from_bytes
+from weightsync.assembly import GroupAssembly, Loan
+from weightsync.chunk import Piece, WeightChunk
 from weightsync.cuda.moves import Move, Moves
 from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_view
-from weightsync.errors import (
-    DigestError,
-    IncompleteUpdateError,
-    ManifestError,
-    StagingLimitError,
-    UpdateTimeoutError,
-    WeightSyncError,
-)
+from weightsync.errors import DigestError, IncompleteUpdateError, ManifestError, WeightSyncError
 from weightsync.grouptable import GroupTable
 from weightsync.loadmap import ModuleGroup
 from weightsync.manifest import Manifest, TensorMeta
 from weightsync.weightset import Digests, SetDigests, WeightSet
 
 
-@dataclass(slots=True)
-class _Group:
-    spec: ModuleGroup
-    pending: int
-    """Canonical tensors that are not whole yet."""
-    staging_bytes: int = 0
-    handed_out: bool = False
-    buffer: torch.Tensor | None = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    chunks: list[_Loan] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Lent:
-    """A tensor that lies in one run of stable memory: its bytes are `payload[base : base + nbytes]`."""
-
-    payload: torch.Tensor
-    base: int
-    address: int
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    """Which of its bytes have come there."""
-
-
-class _Loan:
-    """A stable chunk in use by several groups; released with the last."""
-
-    def __init__(self, chunk: WeightChunk) -> None:
-        self.chunk, self.users = chunk, 1
-
-    def drop(self) -> None:
-        self.users -= 1
-        if self.users == 0:
-            self.chunk.release()
-
-
-class Coalescer:
+class Coalescer(GroupAssembly):
     """One rank's assembly of one version. See the module's docstring for who owns which bytes when."""
 
     def __init__(
@@ -100,45 +55,19 @@ class Coalescer:
             defer_sets: the consumer digests the tensors of sets as it copies them, and reports to `check_set`; their
                 groups are handed out before.
         """
-        self.manifest = manifest
-        self.version = version
-        self.staging_limit_bytes = staging_limit_bytes
-        self.peak_staging_bytes = 0
-        self.nbytes = 0
-        """Bytes that have arrived and were verified."""
-        self._content: dict[int, ContentDigest] = {}
-        self._lent: dict[str, _Lent] = {}
-        self._timeout_s = timeout_s
+        super().__init__(
+            manifest,
+            groups,
+            version=version,
+            staging_limit_bytes=staging_limit_bytes,
+            timeout_s=timeout_s,
+            num_producers=num_producers,
+        )
         self._verify = verify
         self._defer_sets = defer_sets
         self._sets: list[WeightSet] = []
         self._sent: dict[int, SetDigests] = {}
         """By the set's sender: what it read."""
-        self._unverified = 0
-        """Sets of which the digests were not compared yet."""
-        # One lock, two audiences: woken at each group or room to stage, and only when the outcome is known. A waiter
-        # that is woken for each of 272 tensors costs the producer 14 ms (2-core AMD EPYC, 2026-11).
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)
-        self._decided = threading.Condition(lock)
-        self._error: WeightSyncError | None = None
-        self._closed = False
-        self._producers = num_producers
-        self._deadline = 0.0
-        self._waiting_producers = 0
-        self._used_bytes = 0
-        self._freeable_bytes = 0
-        self._ready: deque[_Group] = deque()
-        self._handed_out = 0
-        self._arrived: dict[str, list[tuple[int, int]]] = {}
-        self._done: dict[str, int] = {}
-        self._whole: set[str] = set()
-        self._seen_whole = 0
-        self._table = groups if isinstance(groups, GroupTable) else GroupTable.of(manifest, groups)
-        self._groups = list(map(_Group, self._table.groups, self._table.counts, self._table.staging_bytes))
-        self._ready.extend(group for group in self._groups if group.pending == 0)
-
-    # ---- producers ------------------------------------------------------------------------------------------
 
     def put(self, chunk: WeightChunk | WeightSet | SetDigests) -> None:
         """Take a chunk; blocks while the staging budget is full. Always leaves the chunk released or on loan.
@@ -161,7 +90,7 @@ class Coalescer:
             raise self.fail(error) from None
 
     def _put_chunk(self, chunk: WeightChunk) -> None:
-        loan = _Loan(chunk)
+        loan = Loan(chunk)
         try:
             self._check_chunk(chunk)
             if chunk.payload.is_cuda:
@@ -173,25 +102,6 @@ class Coalescer:
         finally:
             with self._changed:
                 loan.drop()
-
-    def producer_done(self) -> None:
-        """A producer will put nothing more; once all are done, what is missing is missing for good."""
-        with self._changed:
-            self._producers -= 1
-            self._notify()
-
-    def fail(self, error: WeightSyncError) -> WeightSyncError:
-        """End the update with *error*, unless it has failed already; returns the first error."""
-        with self._changed:
-            if self._error is None:
-                self._error = error
-            self._notify()
-            return self._error
-
-    def _notify(self) -> None:
-        """Wake everybody: what they wait for is there, or will never be."""
-        self._changed.notify_all()
-        self._decided.notify_all()
 
     def _check_chunk(self, chunk: WeightChunk | WeightSet) -> None:
         names = list(chunk.names)
@@ -286,7 +196,7 @@ class Coalescer:
             raise DigestError(f"{piece.name} came without a digest", name=piece.name)
         return meta
 
-    def _take(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, view: memoryview | None, loan: _Loan) -> None:
+    def _take(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, view: memoryview | None, loan: Loan) -> None:
         start, end = piece.offset, piece.offset + piece.nbytes
         place = self._place(piece, meta, chunk, loan)
         if place is None:
@@ -300,7 +210,7 @@ class Coalescer:
             copy_bytes(place, chunk.payload[start:end])
         self._account(piece, meta, chunk)
 
-    def _take_all(self, chunk: WeightChunk, loan: _Loan) -> None:
+    def _take_all(self, chunk: WeightChunk, loan: Loan) -> None:
         """The pieces of a chunk in GPU memory: those of one group are copied and digested in one launch."""
         metas = [self._check_piece(chunk, piece) for piece in chunk.pieces]
         # Group by group, so that one that becomes whole can make room for the next.
@@ -322,7 +232,7 @@ class Coalescer:
                 self._verify_piece(piece, digests[i] if self._verify else None)
                 self._account(piece, meta, chunk)
 
-    def _place(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, loan: _Loan) -> torch.Tensor | None:
+    def _place(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, loan: Loan) -> torch.Tensor | None:
         """Where the piece is to be copied; None where it is used as it lies, or dropped."""
         group = self._group_of(piece.name)
         with self._changed:
@@ -346,73 +256,6 @@ class Coalescer:
             if done >= meta.nbytes and piece.name not in self._whole:
                 self._finish(meta, self._group_of(piece.name))
 
-    def _group_of(self, name: str) -> _Group | None:
-        """None for a name that feeds nothing here."""
-        number = self._table.index.get(name)
-        return None if number is None else self._groups[number]
-
-    def _finish(self, meta: TensorMeta, group: _Group | None) -> None:
-        """A tensor is whole; and its group, perhaps. With the lock held."""
-        self._whole.add(meta.name)
-        if self._all_here():
-            self._notify()
-        if group is None:
-            return
-        lent = self._lent.pop(meta.name, None)
-        place = (
-            lent.payload[lent.base : lent.base + meta.nbytes]
-            if lent is not None
-            else self._staging(group, meta.name, torch.device("cpu"))
-        )
-        group.tensors[meta.name] = from_bytes(place, meta.torch_dtype, meta.shape)
-        group.pending -= 1
-        if group.pending == 0:
-            self._ready.append(group)
-            self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
-            self._changed.notify_all()
-
-    def _lend(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, group: _Group, loan: _Loan) -> bool:
-        """Use the tensor where it lies, if that is in stable memory and in one run; else False: it is to be staged.
-        With the lock held."""
-        base = piece.offset - piece.start
-        if not chunk.stable or base < 0 or base + meta.nbytes > chunk.payload.numel():
-            return False
-        address = chunk.payload.data_ptr() + base
-        known = self._lent.get(piece.name)
-        if known is None:
-            if len(self._arrived[piece.name]) > 1 or address % meta.torch_dtype.itemsize:
-                return False
-            known = self._lent[piece.name] = _Lent(chunk.payload, base, address)
-        elif known.address != address:
-            return False
-        known.runs.append((piece.start, piece.start + piece.nbytes))
-        group.chunks.append(loan)
-        loan.users += 1
-        return True
-
-    def _unlend(self, group: _Group, name: str, device: torch.device) -> torch.Tensor:
-        """The tensor's place in staging memory, with what was lent of it copied there: a part lies elsewhere."""
-        staged = self._staging(group, name, device)
-        with self._changed:
-            # Once: another producer may have done it meanwhile, and written its own pieces there since.
-            lent = self._lent.pop(name, None)
-            if lent is not None:
-                for start, end in lent.runs:
-                    part = lent.payload[lent.base + start : lent.base + end]
-                    if staged.is_cuda or part.is_cuda:
-                        staged[start:end].copy_(part)
-                    else:
-                        copy_bytes(staged[start:end], part)
-        return staged
-
-    def _claim(self, piece: Piece) -> None:
-        """Note that the piece has come; refuse bytes that have come before. With the lock held."""
-        runs = self._arrived.setdefault(piece.name, [])
-        start, end = piece.start, piece.start + piece.nbytes
-        if piece.name in self._whole or any(start < e and s < end for s, e in runs) or (start, end) in runs:
-            raise IncompleteUpdateError(f"{piece.name} came twice", duplicated=[piece.name])
-        runs.append((start, end))
-
     def _verify_piece(self, piece: Piece, digest: int | None) -> None:
         if digest is not None and digest != piece.digest:
             raise DigestError(
@@ -420,119 +263,6 @@ class Coalescer:
                 f"(digest {digest:016x}, sent {piece.digest:016x})",
                 name=piece.name,
             )
-
-    def _staging(self, group: _Group, name: str, device: torch.device) -> torch.Tensor:
-        """The tensor's place in the group's staging buffer, which is made on first use, when there is room."""
-        with self._changed:
-            if group.buffer is None:
-                self._wait_for_room(group)
-            if group.buffer is None:
-                self._used_bytes += group.staging_bytes
-                self.peak_staging_bytes = max(self.peak_staging_bytes, self._used_bytes)
-                group.buffer = self._new_buffer(group, device)
-            start = self._table.offset[name]
-            return group.buffer[start : start + self.manifest.by_name[name].nbytes]
-
-    def _new_buffer(self, group: _Group, device: torch.device) -> torch.Tensor:
-        try:
-            return torch.empty(group.staging_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise StagingLimitError(
-                f"{device} has no memory left to stage module group {group.spec.key} ({group.staging_bytes} bytes, "
-                f"{self._used_bytes} are in use): leave the engine less (gpu_memory_utilization), or set apply: streaming",
-                group=group.spec.key,
-                needed_bytes=group.staging_bytes,
-                limit_bytes=self.staging_limit_bytes,
-            ) from error
-
-    def _wait_for_room(self, group: _Group) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        self._waiting_producers += 1
-        try:
-            while group.buffer is None and self._used_bytes + group.staging_bytes > self.staging_limit_bytes:
-                self._raise_if_failed()
-                if self._freeable_bytes == 0 and self._waiting_producers >= self._producers:
-                    raise self._stuck(group)
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise UpdateTimeoutError(
-                        f"no room to stage module group {group.spec.key} for {self._timeout_s:g} s: "
-                        f"{self._used_bytes} of {self.staging_limit_bytes} bytes are in use"
-                    )
-        finally:
-            self._waiting_producers -= 1
-        self._raise_if_failed()
-
-    def _stuck(self, group: _Group) -> StagingLimitError:
-        partial = [g for g in self._groups if g.buffer is not None and g.pending]
-        needed = sum(g.staging_bytes for g in [*partial, group])
-        names = ", ".join(g.spec.key for g in partial[:3])
-        return StagingLimitError(
-            f"module group {group.spec.key} needs {group.staging_bytes} bytes of staging, but "
-            f"{len(partial)} groups that are not whole ({names}) fill staging_limit_bytes ({self.staging_limit_bytes}): "
-            f"send each group's tensors together, or raise the limit to {needed} or more",
-            group=group.spec.key,
-            needed_bytes=needed,
-            limit_bytes=self.staging_limit_bytes,
-        )
-
-    # ---- consumer -------------------------------------------------------------------------------------------
-
-    def groups(self, *, private: Iterable[str] = ()) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Each group, once, as it becomes whole: (name, tensor) pairs, ties included.
-
-        *private*: keys of groups of which what lies in a trainer's GPU memory is copied, for a loader that might write into
-        what it is given. (In CPU memory such a write stays with this process.)
-
-        A group's memory is given back when the next one is asked for. Ends after the last group and the last
-        dropped tensor.
-
-        Raises:
-            IncompleteUpdateError: the producers are done and something is missing. And whatever failed the update.
-        """
-        private = set(private)
-        while True:
-            group = self._next_group()
-            if group is None:
-                self.wait_whole()
-                return
-            aliases = self.manifest.aliases
-            if group.spec.key in private:
-                self._make_private(group)
-            yield [(name, group.tensors[aliases.get(name, name)]) for name in group.spec.names]
-            self._give_back(group)
-
-    def _make_private(self, group: _Group) -> None:
-        own = group.buffer.untyped_storage().data_ptr() if group.buffer is not None else 0
-        for name, tensor in group.tensors.items():
-            if tensor.is_cuda and tensor.untyped_storage().data_ptr() != own:
-                group.tensors[name] = tensor.clone()
-
-    def _next_group(self) -> _Group | None:
-        with self._changed:
-            nbytes = -1
-            while not self._ready:
-                self._raise_if_failed()
-                if self._handed_out == len(self._groups):
-                    return None
-                self._raise_if_missing()
-                nbytes = self._wait_for_bytes(self._changed, nbytes)
-            self._raise_if_failed()
-            self._handed_out += 1
-            group = self._ready.popleft()
-            group.handed_out = True
-            return group
-
-    def _give_back(self, group: _Group) -> None:
-        with self._changed:
-            if group.buffer is not None:
-                self._used_bytes -= group.staging_bytes
-                self._freeable_bytes -= group.staging_bytes
-            group.buffer = None
-            group.tensors = {}
-            loans, group.chunks = group.chunks, []
-            for loan in loans:
-                loan.drop()
-            self._changed.notify_all()
 
     def take_all(self) -> tuple[list[WeightSet], dict[str, torch.Tensor]]:
         """Wait until every tensor has come; the sets, and by canonical name the tensors that came otherwise.
@@ -581,108 +311,9 @@ class Coalescer:
                 self._note_set(chunk, found)
                 self._notify()
 
-    def content_digests(self) -> dict[int, int]:
-        """Per sender, the digest of all that came from it; see `ContentDigest`."""
-        with self._changed:
-            return {sender: content.value for sender, content in self._content.items()}
-
-    def is_whole(self, wait_s: float = 0.0) -> bool:
-        """Whether everything arrived and was verified; waits at most *wait_s* for it.
-
-        Raises:
-            IncompleteUpdateError: the producers are done and something is missing. And whatever failed the update.
-        """
-        with self._changed:
-            self._decided.wait_for(self._is_decided, wait_s)
-            self._raise_if_failed()
-            if self._all_here():
-                return True
-            self._raise_if_missing()
-            return False
-
-    def _all_here(self) -> bool:
-        return len(self._whole) == len(self.manifest.tensors) and not self._unverified
-
-    def _is_decided(self) -> bool:
-        return self._error is not None or self._closed or self._producers <= 0 or self._all_here()
-
-    def wait_whole(self) -> None:
-        """Wait until everything arrived; raises as `is_whole`, and UpdateTimeoutError when nothing came for
-        `timeout_s`."""
-        with self._changed:
-            nbytes = -1
-            while not self.is_whole():
-                nbytes = self._wait_for_bytes(self._decided, nbytes)
-
-    def _wait_for_bytes(self, event: threading.Condition, before: int) -> int:
-        """Wait for *event*; the bound starts anew whenever more has arrived than the *before* of the last call."""
-        if self.nbytes != before:
-            self._deadline = time.monotonic() + self._timeout_s
-        now = self.nbytes
-        if not event.wait(self._deadline - time.monotonic()) and self.nbytes == now:
-            raise self._late()
-        return now
-
-    @property
-    def num_handed_out(self) -> int:
-        """How many groups the consumer has been given."""
-        return self._handed_out
-
-    def unread(self) -> list[str]:
-        """Keys of the groups that `groups` has not handed out."""
-        with self._changed:
-            return [group.spec.key for group in self._groups if not group.handed_out]
-
-    def missing(self) -> list[str]:
-        """Canonical names that are not whole yet, in the manifest's order."""
-        with self._changed:
-            return [meta.name for meta in self.manifest.tensors if meta.name not in self._whole]
-
-    def describe_wait(self) -> str:
-        """For errors: what this rank waits for."""
-        with self._changed:
-            metas = self.manifest.tensors
-            while self._seen_whole < len(metas) and metas[self._seen_whole].name in self._whole:
-                self._seen_whole += 1
-            if self._seen_whole == len(metas):
-                return "waits for its links to end"
-            name = metas[self._seen_whole].name
-            group = self._group_of(name)
-            where = f" of module group {group.spec.key}" if group is not None else ""
-            return f"waits for {name}{where}, has {self.nbytes} of {self.manifest.nbytes} bytes"
-
-    def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise WeightSyncError("the update was aborted")
-
-    def _raise_if_missing(self) -> None:
-        if self._producers <= 0 and (missing := self.missing()):
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            self._error = IncompleteUpdateError(f"missing: {shown}", missing=missing)
-            raise self._error
-
-    def _late(self) -> UpdateTimeoutError:
-        missing = self.missing()
-        return UpdateTimeoutError(
-            f"nothing arrived for {self._timeout_s:g} s; {len(missing)} tensors are missing, the first is {missing[0]}"
-            if missing
-            else f"no module group became whole for {self._timeout_s:g} s"
-        )
-
     def close(self) -> None:
         """Give all memory and chunks back; producers that still come are refused. Idempotent."""
         with self._changed:
-            self._closed = True
-            for group in self._groups:
-                group.buffer, group.tensors = None, {}
-                loans, group.chunks = group.chunks, []
-                for loan in loans:
-                    loan.drop()
-            self._ready.clear()
+            super().close()
             self._sets.clear()
             self._sent.clear()
-            self._lent.clear()
-            self._used_bytes = self._freeable_bytes = 0
-            self._notify()

@@ -1,0 +1,287 @@
+"""Module groups in the making: where their tensors lie, within a byte budget, until a consumer has taken them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weightsync.arrival import Arrival
+from weightsync.chunk import Piece, WeightChunk, from_bytes
+from weightsync.digest import copy_bytes
+from weightsync.errors import StagingLimitError, UpdateTimeoutError
+from weightsync.grouptable import GroupTable
+from weightsync.loadmap import ModuleGroup
+from weightsync.manifest import Manifest, TensorMeta
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    spec: ModuleGroup
+    pending: int
+    """Canonical tensors that are not whole yet."""
+    staging_bytes: int = 0
+    handed_out: bool = False
+    buffer: torch.Tensor | None = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    chunks: list[Loan] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Lent:
+    """A tensor that lies in one run of stable memory: its bytes are `payload[base : base + nbytes]`."""
+
+    payload: torch.Tensor
+    base: int
+    address: int
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """Which of its bytes have come there."""
+
+
+class Loan:
+    """A stable chunk in use by several groups; released with the last."""
+
+    def __init__(self, chunk: WeightChunk) -> None:
+        self.chunk, self.users = chunk, 1
+
+    def drop(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            self.chunk.release()
+
+
+class GroupAssembly(Arrival):
+    """One rank's, of one version."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        groups: Sequence[ModuleGroup] | GroupTable,
+        *,
+        version: int,
+        staging_limit_bytes: int,
+        timeout_s: float,
+        num_producers: int,
+    ) -> None:
+        super().__init__(manifest, version=version, timeout_s=timeout_s, num_producers=num_producers)
+        self.staging_limit_bytes = staging_limit_bytes
+        self.peak_staging_bytes = 0
+        self._lent: dict[str, Lent] = {}
+        self._waiting_producers = 0
+        self._used_bytes = 0
+        self._freeable_bytes = 0
+        self._ready: deque[OpenGroup] = deque()
+        self._handed_out = 0
+        self._table = groups if isinstance(groups, GroupTable) else GroupTable.of(manifest, groups)
+        self._groups = list(map(OpenGroup, self._table.groups, self._table.counts, self._table.staging_bytes))
+        self._ready.extend(group for group in self._groups if group.pending == 0)
+
+    def _group_of(self, name: str) -> OpenGroup | None:
+        """None for a name that feeds nothing here."""
+        number = self._table.index.get(name)
+        return None if number is None else self._groups[number]
+
+    def _finish(self, meta: TensorMeta, group: OpenGroup | None) -> None:
+        """A tensor is whole; and its group, perhaps. With the lock held."""
+        self._whole.add(meta.name)
+        if self._all_here():
+            self._notify()
+        if group is None:
+            return
+        lent = self._lent.pop(meta.name, None)
+        place = (
+            lent.payload[lent.base : lent.base + meta.nbytes]
+            if lent is not None
+            else self._staging(group, meta.name, torch.device("cpu"))
+        )
+        group.tensors[meta.name] = from_bytes(place, meta.torch_dtype, meta.shape)
+        group.pending -= 1
+        if group.pending == 0:
+            self._ready.append(group)
+            self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
+            self._changed.notify_all()
+
+    def _lend(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, group: OpenGroup, loan: Loan) -> bool:
+        """Use the tensor where it lies, if that is in stable memory and in one run; else False: it is to be staged.
+        With the lock held."""
+        base = piece.offset - piece.start
+        if not chunk.stable or base < 0 or base + meta.nbytes > chunk.payload.numel():
+            return False
+        address = chunk.payload.data_ptr() + base
+        known = self._lent.get(piece.name)
+        if known is None:
+            if len(self._arrived[piece.name]) > 1 or address % meta.torch_dtype.itemsize:
+                return False
+            known = self._lent[piece.name] = Lent(chunk.payload, base, address)
+        elif known.address != address:
+            return False
+        known.runs.append((piece.start, piece.start + piece.nbytes))
+        group.chunks.append(loan)
+        loan.users += 1
+        return True
+
+    def _unlend(self, group: OpenGroup, name: str, device: torch.device) -> torch.Tensor:
+        """The tensor's place in staging memory, with what was lent of it copied there: a part lies elsewhere."""
+        staged = self._staging(group, name, device)
+        with self._changed:
+            # Once: another producer may have done it meanwhile, and written its own pieces there since.
+            lent = self._lent.pop(name, None)
+            if lent is not None:
+                for start, end in lent.runs:
+                    part = lent.payload[lent.base + start : lent.base + end]
+                    if staged.is_cuda or part.is_cuda:
+                        staged[start:end].copy_(part)
+                    else:
+                        copy_bytes(staged[start:end], part)
+        return staged
+
+    def _staging(self, group: OpenGroup, name: str, device: torch.device) -> torch.Tensor:
+        """The tensor's place in the group's staging buffer, which is made on first use, when there is room."""
+        with self._changed:
+            if group.buffer is None:
+                self._wait_for_room(group)
+            if group.buffer is None:
+                self._used_bytes += group.staging_bytes
+                self.peak_staging_bytes = max(self.peak_staging_bytes, self._used_bytes)
+                group.buffer = self._new_buffer(group, device)
+            start = self._table.offset[name]
+            return group.buffer[start : start + self.manifest.by_name[name].nbytes]
+
+    def _new_buffer(self, group: OpenGroup, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.empty(group.staging_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise StagingLimitError(
+                f"{device} has no memory left to stage module group {group.spec.key} ({group.staging_bytes} bytes, "
+                f"{self._used_bytes} are in use): leave the engine less (gpu_memory_utilization), or set apply: streaming",
+                group=group.spec.key,
+                needed_bytes=group.staging_bytes,
+                limit_bytes=self.staging_limit_bytes,
+            ) from error
+
+    def _wait_for_room(self, group: OpenGroup) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        self._waiting_producers += 1
+        try:
+            while group.buffer is None and self._used_bytes + group.staging_bytes > self.staging_limit_bytes:
+                self._raise_if_failed()
+                if self._freeable_bytes == 0 and self._waiting_producers >= self._producers:
+                    raise self._stuck(group)
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise UpdateTimeoutError(
+                        f"no room to stage module group {group.spec.key} for {self._timeout_s:g} s: "
+                        f"{self._used_bytes} of {self.staging_limit_bytes} bytes are in use"
+                    )
+        finally:
+            self._waiting_producers -= 1
+        self._raise_if_failed()
+
+    def _stuck(self, group: OpenGroup) -> StagingLimitError:
+        partial = [g for g in self._groups if g.buffer is not None and g.pending]
+        needed = sum(g.staging_bytes for g in [*partial, group])
+        names = ", ".join(g.spec.key for g in partial[:3])
+        return StagingLimitError(
+            f"module group {group.spec.key} needs {group.staging_bytes} bytes of staging, but "
+            f"{len(partial)} groups that are not whole ({names}) fill staging_limit_bytes ({self.staging_limit_bytes}): "
+            f"send each group's tensors together, or raise the limit to {needed} or more",
+            group=group.spec.key,
+            needed_bytes=needed,
+            limit_bytes=self.staging_limit_bytes,
+        )
+
+    def groups(self, *, private: Iterable[str] = ()) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Each group, once, as it becomes whole: (name, tensor) pairs, ties included.
+
+        *private*: keys of groups of which what lies in a trainer's GPU memory is copied, for a loader that might write into
+        what it is given. (In CPU memory such a write stays with this process.)
+
+        A group's memory is given back when the next one is asked for. Ends after the last group and the last
+        dropped tensor.
+
+        Raises:
+            IncompleteUpdateError: the producers are done and something is missing. And whatever failed the update.
+        """
+        private = set(private)
+        while True:
+            group = self._next_group()
+            if group is None:
+                self.wait_whole()
+                return
+            aliases = self.manifest.aliases
+            if group.spec.key in private:
+                self._make_private(group)
+            yield [(name, group.tensors[aliases.get(name, name)]) for name in group.spec.names]
+            self._give_back(group)
+
+    def _make_private(self, group: OpenGroup) -> None:
+        own = group.buffer.untyped_storage().data_ptr() if group.buffer is not None else 0
+        for name, tensor in group.tensors.items():
+            if tensor.is_cuda and tensor.untyped_storage().data_ptr() != own:
+                group.tensors[name] = tensor.clone()
+
+    def _next_group(self) -> OpenGroup | None:
+        with self._changed:
+            nbytes = -1
+            while not self._ready:
+                self._raise_if_failed()
+                if self._handed_out == len(self._groups):
+                    return None
+                self._raise_if_missing()
+                nbytes = self._wait_for_bytes(self._changed, nbytes)
+            self._raise_if_failed()
+            self._handed_out += 1
+            group = self._ready.popleft()
+            group.handed_out = True
+            return group
+
+    def _give_back(self, group: OpenGroup) -> None:
+        with self._changed:
+            if group.buffer is not None:
+                self._used_bytes -= group.staging_bytes
+                self._freeable_bytes -= group.staging_bytes
+            group.buffer = None
+            group.tensors = {}
+            loans, group.chunks = group.chunks, []
+            for loan in loans:
+                loan.drop()
+            self._changed.notify_all()
+
+    @property
+    def num_handed_out(self) -> int:
+        """How many groups the consumer has been given."""
+        return self._handed_out
+
+    def unread(self) -> list[str]:
+        """Keys of the groups that `groups` has not handed out."""
+        with self._changed:
+            return [group.spec.key for group in self._groups if not group.handed_out]
+
+    def describe_wait(self) -> str:
+        """For errors: what this rank waits for."""
+        with self._changed:
+            metas = self.manifest.tensors
+            while self._seen_whole < len(metas) and metas[self._seen_whole].name in self._whole:
+                self._seen_whole += 1
+            if self._seen_whole == len(metas):
+                return "waits for its links to end"
+            name = metas[self._seen_whole].name
+            group = self._group_of(name)
+            where = f" of module group {group.spec.key}" if group is not None else ""
+            return f"waits for {name}{where}, has {self.nbytes} of {self.manifest.nbytes} bytes"
+
+    def close(self) -> None:
+        """Give all memory and chunks back; producers that still come are refused. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for group in self._groups:
+                group.buffer, group.tensors = None, {}
+                loans, group.chunks = group.chunks, []
+                for loan in loans:
+                    loan.drop()
+            self._ready.clear()
+            self._lent.clear()
+            self._used_bytes = self._freeable_bytes = 0
+            self._notify()
