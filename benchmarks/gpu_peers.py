@@ -18,8 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_party import Party, aligned, layout, view
+from benchmarks.gpu_path import ReceivingEnd, data_path
 from weightsync import messages as m
 from weightsync.engines.torch_module import TorchModuleAdapter
+from weightsync.interfaces import LinkContext
+from weightsync.manifest import Manifest
 from weightsync.receiver import ReceiverRank
 
 Timing = dict[str, float]
@@ -38,6 +41,7 @@ class Engine(Party):
         super().__init__(size, device, seed, one_block)
         self._places = layout(size)[0]
         self._rank: ReceiverRank | None = None
+        self._path: ReceivingEnd | None = None
         self._lent: torch.Tensor | None = None
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -46,6 +50,18 @@ class Engine(Party):
         if self._rank is None:
             self._rank = ReceiverRank(TorchModuleAdapter(self.model))
         return [m.answer(self._rank.handle, payload)]
+
+    def open_path(self, context: LinkContext, address: bytes, manifest: Manifest) -> None:
+        self._path = ReceivingEnd(self.model, context, address, manifest)
+
+    def load_path(self, version: int) -> None:
+        assert self._path is not None
+        self._path.load(version)
+
+    def close_path(self) -> None:
+        if self._path is not None:
+            self._path.close()
+        self._path = None
 
     def keep(self, lent: torch.Tensor | None) -> None:
         """The trainer's memory, mapped until the next `keep`."""
@@ -245,4 +261,6 @@ PEERS = {
     ),
     "packed": Peer("packed: one buffer, bucket by bucket", packed),
     "per-tensor": Peer("a handle per tensor", per_tensor),
+    "path-verified": Peer("weightsync, transport and load alone, verified", partial(data_path, digest=True)),
+    "path-raw": Peer("weightsync, transport and load alone, digests off", partial(data_path, digest=False)),
 }

@@ -10,6 +10,8 @@ this is timed. `seconds` of a mode:
     floor, packed, per-tensor    from the call in the trainer's process until the engine holds the new values
     memcpy                       one copy of everything, within the engine's process
     checkpoint-engine            register, gather_metas and update; 3 rounds
+    path-...                     our transport and load without a coordinator, as the peers have none; the time after what an
+                                 update does while it is prepared stands beside it
     ours-...                     phases transfer and apply of the report; the whole `update()` stands beside it
     ray-...                      `sync.update()` as the driver sees it, end to end, in twice the rounds; phases beside it
 

@@ -139,15 +139,16 @@ class CudaIpcSender(HandleSender):
     # ---- the trainer's own memory -----------------------------------------------------------------------------
 
     def begin(self, tensors: Sequence[Item]) -> None:
-        """Start to digest what lies where it did in the last version, while nobody waits for it yet."""
-        if not self.context.digest or self._exports.layout is None:
+        """Look through the weights, and start to digest those that lie where they did, while nobody waits for it yet."""
+        if self._exports.layout is None:
             return
         with bound_to(self._device):
             torch.cuda.synchronize(self._device)  # whoever made the weights, on whichever stream, is done
             found, rest = self._exports.sort(tensors)
             if self._exports.layout is not None and self._exports.layout.holds(found):
-                self._exports.layout.reads.start(digest=True)
                 self._begun = found, rest
+                if self.context.digest:
+                    self._exports.layout.reads.start(digest=True)
 
     def _send_set(self, transfer: Transfer, tensors: Items, content: ContentDigest) -> list[Item]:
         """Announce what can be read where it lies; returns the rest."""
