@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from weightsync.cuda.memory import Allocation, allocation_number, allocation_of, export
+from weightsync.cuda.memory import Allocation, allocation_number, allocation_of, are_unchanged, export
 from weightsync.cuda.moves import Moves
 from weightsync.errors import TransportError
 from weightsync.manifest import TensorMeta
@@ -58,7 +58,7 @@ class Exported:
 
     def valid(self) -> bool:
         """Whether the allocations are still those that receivers have mapped."""
-        return all(allocation_number(address) == number for address, number in self.allocations.items())
+        return are_unchanged(self.allocations)
 
     def holds(self, items: Items) -> bool:
         """Whether it is the layout of these tensors."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -57,6 +57,15 @@ def allocation_number(address: int) -> int:
     number = ctypes.c_ulonglong()
     failed = _driver().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address))
     return 0 if failed else number.value
+
+
+def are_unchanged(numbers: Mapping[int, int]) -> bool:
+    """Whether each address still lies in the allocation of that number."""
+    number, ask = ctypes.c_ulonglong(), _driver().cuPointerGetAttribute
+    found, kind = ctypes.byref(number), ctypes.c_int(_BUFFER_ID)
+    return all(
+        ask(found, kind, ctypes.c_uint64(address)) == 0 and number.value == known for address, known in numbers.items()
+    )
 
 
 def allocation_of(address: int) -> Allocation | None:
