@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import write_record
-from weightsync.cuda.memory import gpu_uuid
+from weightsync.cuda.memory import GpuMemory
 from weightsync.cuda.moves import Move, Moves
 from weightsync.identity import nccl_version
 from weightsync.interfaces import LinkContext, Transfer
@@ -50,7 +50,7 @@ class Rank:
         self.end: Any = None
 
     def uuid(self) -> str:
-        return gpu_uuid(self.device)
+        return GpuMemory(self.device).uuid
 
     # ---- NCCL alone ------------------------------------------------------------------------------------------------
 

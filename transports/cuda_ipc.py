@@ -26,20 +26,12 @@ import torch
 
 from weightsync.bucket import Bucket, seal, wire_tensor, write_piece
 from weightsync.chunk import WeightChunk, aligned, as_bytes, from_bytes
-from weightsync.cuda.memory import (
-    Allocation,
-    allocation_of,
-    bound_to,
-    gpu_uuid,
-    import_memory,
-    pool_memory,
-    process_token,
-)
+from weightsync.cuda.memory import Allocation, GpuMemory, process_token
 from weightsync.digest import ContentDigest
 from weightsync.errors import TransportError
 from weightsync.interfaces import LinkContext, Transfer, TransferStats
 from weightsync.manifest import TensorMeta
-from weightsync.transports.exports import Exports, Item, Items, Layout, Segment, handle_of, samples
+from weightsync.transports.exports import Exports, Item, Items, Layout, Segment, samples
 from weightsync.transports.handles import Ack, Chunk, End, Forget, HandleReceiver, HandleSender, Hello
 from weightsync.weightset import SetDigests, SetLayout, WeightSet
 
@@ -80,12 +72,13 @@ class CudaIpcSender(HandleSender):
 
     name: ClassVar[str] = "cuda_ipc"
     messages: ClassVar[Any] = Message
+    memory_kind: ClassVar[type[GpuMemory]] = GpuMemory
 
     def __init__(self, context: LinkContext) -> None:
         super().__init__(context)
-        self._device = torch.device(context.device)
+        self._memory = self.memory_kind(torch.device(context.device))
         self._probe: torch.Tensor | None = None
-        self._exports = Exports(self._device, self._tell)
+        self._exports = Exports(self._memory, self._tell)
         self._begun: tuple[list[Item], list[Item]] | None = None
         """The version that comes, sorted, where the digests of the layout's tensors have been started."""
         self._stage: tuple[int, torch.Tensor] | None = None
@@ -95,38 +88,37 @@ class CudaIpcSender(HandleSender):
         """Of the tensors that have to be copied, as far as is known before they come."""
 
     def look(self, tensors: Items) -> None:
-        with bound_to(self._device):
+        with self._memory.bound():
             _, rest = self._exports.sort(tensors)
         self._copied_bytes = sum(aligned(meta.nbytes) for meta, _ in rest)
 
     def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
-        if self._device.type != "cuda":
-            raise TransportError("cuda_ipc sends weights that lie on a GPU; these lie in CPU memory: use shared_memory")
+        self._memory.check()
         if self._copied_bytes is None:
             self._copied_bytes = sum(aligned(meta.nbytes) for meta in metas)
-        with bound_to(self._device):
-            self._probe = pool_memory(_POOL_BYTES, self._device)
-            probe = allocation_of(self._probe.data_ptr())
+        with self._memory.bound():
+            self._probe = self._memory.pool(_POOL_BYTES)
+            probe = self._memory.allocation_of(self._probe.data_ptr())
         assert probe is not None
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self._probe[:_NONCE_BYTES].copy_(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
-        torch.cuda.synchronize(self._device)
-        handle = handle_of(probe, self._device)
-        uuid, process = gpu_uuid(self._device), process_token()
-        return msgspec.msgpack.encode(Address(self._listen(), uuid, process, handle, probe.wire, nonce))
+        self._memory.synchronize()
+        handle = self._exports.handle_of(probe)
+        address = Address(self._listen(), self._memory.uuid, process_token(), handle, probe.wire, nonce)
+        return msgspec.msgpack.encode(address)
 
     def stable(self) -> bool:
         assert self._copied_bytes is not None, "stable before open"
         return self._copied_bytes <= self.context.staging_limit_bytes
 
     def send(self, transfer: Transfer, tensors: Items) -> TransferStats:
-        with bound_to(self._device):
+        with self._memory.bound():
             return self._send(transfer, tensors)
 
     def _send(self, transfer: Transfer, tensors: Items) -> TransferStats:
         content = ContentDigest()
         if self._begun is None:
-            torch.cuda.synchronize(self._device)  # whoever made the weights, on whichever stream, is done
+            self._memory.synchronize()  # whoever made the weights, on whichever stream, is done
         if transfer.held:
             tensors = self._send_set(transfer, tensors, content)
         if self.stable():
@@ -142,8 +134,8 @@ class CudaIpcSender(HandleSender):
         """Look through the weights, and start to digest those that lie where they did, while nobody waits for it yet."""
         if self._exports.layout is None:
             return
-        with bound_to(self._device):
-            torch.cuda.synchronize(self._device)  # whoever made the weights, on whichever stream, is done
+        with self._memory.bound():
+            self._memory.synchronize()  # whoever made the weights, on whichever stream, is done
             found, rest = self._exports.sort(tensors)
             if self._exports.layout is not None and self._exports.layout.holds(found):
                 self._begun = found, rest
@@ -222,8 +214,8 @@ class CudaIpcSender(HandleSender):
     def _new_pool(self, nbytes: int) -> tuple[int, torch.Tensor]:
         if self._aborted:  # and perhaps closed, so nobody would give the memory back
             raise TransportError("the update was aborted")
-        memory = pool_memory(-(-max(nbytes, 1) // _POOL_BYTES) * _POOL_BYTES, self._device)
-        allocation = allocation_of(memory.data_ptr())
+        memory = self._memory.pool(-(-max(nbytes, 1) // _POOL_BYTES) * _POOL_BYTES)
+        allocation = self._memory.allocation_of(memory.data_ptr())
         assert allocation is not None
         return self._exports.share(allocation), memory[: max(nbytes, 1)]
 
@@ -240,25 +232,25 @@ class CudaIpcReceiver(HandleReceiver):
     name: ClassVar[str] = "cuda_ipc"
     messages: ClassVar[Any] = Message
     sends_sets: ClassVar[bool] = True
+    memory_kind: ClassVar[type[GpuMemory]] = GpuMemory
 
     def __init__(self, context: LinkContext, *, receiver: int) -> None:
         super().__init__(context, receiver=receiver)
-        self._device = torch.device(context.device)
+        self._memory = self.memory_kind(torch.device(context.device))
         self._owner = ""
         self._segments: dict[int, torch.Tensor] = {}
         self._layout: SetLayout | None = None
 
     def connect(self, address: bytes) -> None:
-        if self._device.type != "cuda":
-            raise TransportError("cuda_ipc feeds engines on a GPU; this one lies in CPU memory: use shared_memory")
+        self._memory.check()
         found = msgspec.msgpack.decode(address, type=Address)
         self._owner = found.process
-        probe = import_memory(found.handle, Allocation(*found.probe), self._device, owner=found.process)
+        probe = self._memory.open(found.handle, Allocation(*found.probe), owner=found.process)
         nonce = probe[:_NONCE_BYTES].cpu().numpy().tobytes()
         del probe
         if nonce != found.nonce:
             raise TransportError(
-                f"the memory that {self._device} (GPU {gpu_uuid(self._device)}) reaches is not that of sender "
+                f"the memory that {self._memory.device} (GPU {self._memory.uuid}) reaches is not that of sender "
                 f"{self.context.sender} (GPU {found.gpu}); check CUDA_VISIBLE_DEVICES of both"
             )
         self._dial(found.listener)
@@ -270,7 +262,7 @@ class CudaIpcReceiver(HandleReceiver):
             message, _ = self._channel.receive(timeout_s=self.context.timeout_s)
             match message:
                 case Segment(id=id, handle=handle, allocation=allocation):
-                    self._segments[id] = import_memory(handle, Allocation(*allocation), self._device, owner=self._owner)
+                    self._segments[id] = self._memory.open(handle, Allocation(*allocation), owner=self._owner)
                 case Forget(id=id) if id in self._segments:
                     self._layout = current = None
                     del self._segments[id]
@@ -305,11 +297,11 @@ class CudaIpcReceiver(HandleReceiver):
                 )
             data = segment[place.offset : place.offset + meta.nbytes]
             tensors[place.name] = from_bytes(data, meta.torch_dtype, meta.shape)
-        if samples(tensors.values(), self._device) != layout.samples:
+        if samples(tensors.values(), self._memory.device) != layout.samples:
             raise TransportError(
                 f"the memory that was mapped is not where the weights of sender {self.context.sender} lie"
             )
-        return SetLayout(tensors, self._device)
+        return SetLayout(tensors, self._memory.device)
 
     def close(self) -> None:
         self.abort()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from weightsync.cuda.memory import Allocation, allocation_number, allocation_of, are_unchanged, export
+from weightsync.cuda.memory import Allocation, GpuMemory
 from weightsync.cuda.moves import Moves
 from weightsync.errors import TransportError
 from weightsync.manifest import TensorMeta
@@ -56,10 +56,6 @@ class Exported:
     digest: bytes
     reads: Moves
 
-    def valid(self) -> bool:
-        """Whether the allocations are still those that receivers have mapped."""
-        return are_unchanged(self.allocations)
-
     def holds(self, items: Items) -> bool:
         """Whether it is the layout of these tensors."""
         return self.addresses == addresses_of(items)
@@ -68,10 +64,10 @@ class Exported:
 class Exports:
     """One sender's. What receivers have to know goes through *tell*, once: an allocation, a layout, the end of one."""
 
-    def __init__(self, device: torch.device, tell: Callable[[msgspec.Struct], None]) -> None:
+    def __init__(self, memory: GpuMemory, tell: Callable[[msgspec.Struct], None]) -> None:
         self.layout: Exported | None = None
         """What was last told, where it still holds."""
-        self._device, self._tell = device, tell
+        self._memory, self._device, self._tell = memory, memory.device, tell
         self._next_id = 0
         self._segments: dict[int, int] = {}
         """Allocation number -> segment, of the layout."""
@@ -80,8 +76,8 @@ class Exports:
 
     def sort(self, tensors: Items) -> tuple[list[Item], list[Item]]:
         """(what receivers can read where it lies, the rest)."""
-        if self.layout is not None and not self.layout.valid():
-            self.layout = None
+        if self.layout is not None and not self._memory.are_unchanged(self.layout.allocations):
+            self.layout = None  # receivers have mapped other memory than is there now
         known = self.layout.addresses if self.layout is not None else {}
         found: list[Item] = []
         rest: list[Item] = []
@@ -102,10 +98,10 @@ class Exports:
             or tensor.is_neg()
         ):
             return False
-        number = allocation_number(tensor.data_ptr())
+        number = self._memory.number_of(tensor.data_ptr())
         if number and number not in self._can_export:
-            allocation = allocation_of(tensor.data_ptr())
-            self._can_export[number] = allocation is not None and export(allocation) is not None
+            allocation = self._memory.allocation_of(tensor.data_ptr())
+            self._can_export[number] = allocation is not None and self._memory.export(allocation) is not None
         return self._can_export.get(number, False)
 
     def layout_of(self, found: Sequence[Item]) -> Exported:
@@ -115,7 +111,7 @@ class Exports:
         addresses = addresses_of(found)
         places, allocations, segments = [], {}, {}
         for name, address in addresses.items():
-            allocation = allocation_of(address)
+            allocation = self._memory.allocation_of(address)
             assert allocation is not None, name
             number = allocation.number
             if number not in segments:
@@ -138,25 +134,24 @@ class Exports:
         )
         return self.layout
 
+    def handle_of(self, allocation: Allocation) -> bytes:
+        """Raises TransportError where CUDA gives none."""
+        handle = self._memory.export(allocation)
+        if handle is None:
+            raise TransportError(f"CUDA cannot share memory of {self._device} with other processes on this machine")
+        return handle
+
     def share(self, allocation: Allocation) -> int:
         """A new segment for the allocation.
 
         Raises:
             TransportError: CUDA gives no handle for it.
         """
-        handle = handle_of(allocation, self._device)
+        handle = self.handle_of(allocation)
         segment = self._next_id
         self._next_id += 1
         self._tell(Segment(segment, handle, allocation.wire))
         return segment
-
-
-def handle_of(allocation: Allocation, device: torch.device) -> bytes:
-    """Raises TransportError where CUDA gives none."""
-    handle = export(allocation)
-    if handle is None:
-        raise TransportError(f"CUDA cannot share memory of {device} with other processes on this machine")
-    return handle
 
 
 def samples(tensors: Iterable[torch.Tensor], device: torch.device) -> bytes:

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 from weightsync.background import Background
-from weightsync.cuda.memory import pool_memory
+from weightsync.cuda.memory import GpuMemory
 from weightsync.cuda.moves import Moves
 from weightsync.errors import TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.interfaces import LinkContext
@@ -98,7 +98,7 @@ class NcclGroup:
         self._order = sorted(range(gloo.size), key=lambda member: (gloo.members[member], member))
         self._stream = _streams.take(self.device)
         for _ in range(NUM_BUCKETS):
-            self._memory.append(pool_memory(self.largest_bytes, self.device))
+            self._memory.append(GpuMemory(self.device).pool(self.largest_bytes))
         self._warm_up_moves()
         with self._ends_on_error():
             self._comm = Communicator(text[:UNIQUE_ID_BYTES], rank=rank, size=gloo.size, device=self.device)

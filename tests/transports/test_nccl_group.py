@@ -270,6 +270,13 @@ class FakeStreams:
 machine = Machine()
 
 
+class FakeMemory:
+    def __init__(self, device: torch.device) -> None: ...
+
+    def pool(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
     global machine
@@ -278,7 +285,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
         "Communicator": FakeCommunicator,
         "new_unique_id": machine.new_unique_id,
         "Moves": FakeMoves,
-        "pool_memory": lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8),
+        "GpuMemory": FakeMemory,
         "_streams": FakeStreams(),
     }.items():
         monkeypatch.setattr(nccl_group, name, fake)

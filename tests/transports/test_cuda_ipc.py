@@ -1,0 +1,331 @@
+"""cuda_ipc over memory of the CPU that is named, exported and mapped as a GPU's is: everything above the handle, without a GPU.
+
+On a GPU the same suites run in tests/gpu/test_cuda_ipc.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import weightsync as ws
+from weightsync.cuda.memory import Allocation, GpuMemory, process_token
+from weightsync.errors import DigestError, TransportError
+from weightsync.manifest import Manifest
+from weightsync.registry import register_transport, unregister_transport
+from weightsync.testing import LocalSync, TransportSuite, module_engine
+from weightsync.testing.link import BUCKET_BYTES, Tensors
+from weightsync.testing.transport_bytes import MovesExactBytes
+from weightsync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender, Digests, Set
+from weightsync.transports.exports import Layout, Segment
+
+NAME = "cuda_ipc_stand_in"
+
+
+class StandIn(GpuMemory):
+    """Allocations are memory files; a handle is the path under which other processes find one."""
+
+    known: ClassVar[dict[int, tuple[int, int, int]]] = {}
+    """Base -> (bytes, number, file descriptor)."""
+    numbers = itertools.count(1)
+    opened: ClassVar[list[int]] = []
+    """Bytes of each mapping of another's allocation."""
+
+    @property
+    def uuid(self) -> str:
+        return "GPU-stand-in"
+
+    def check(self) -> None: ...
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        yield
+
+    def synchronize(self) -> None: ...
+
+    def number_of(self, address: int) -> int:
+        allocation = self.allocation_of(address)
+        return allocation.number if allocation is not None else 0
+
+    def are_unchanged(self, numbers: Mapping[int, int]) -> bool:
+        return all(self.number_of(address) == number for address, number in numbers.items())
+
+    def allocation_of(self, address: int) -> Allocation | None:
+        for base, (nbytes, number, _) in self.known.items():
+            if base <= address < base + nbytes:
+                return Allocation(base, nbytes, number)
+        return None
+
+    def pool(self, nbytes: int) -> torch.Tensor:
+        fd = os.memfd_create("stand-in")
+        os.ftruncate(fd, nbytes)
+        payload = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        base = payload.data_ptr()
+        self.known[base] = (nbytes, next(self.numbers), fd)
+        weakref.finalize(payload.untyped_storage(), self._free, base)
+        return payload
+
+    @classmethod
+    def _free(cls, base: int) -> None:
+        os.close(cls.known.pop(base)[2])
+
+    def export(self, allocation: Allocation) -> bytes | None:
+        return f"/proc/{os.getpid()}/fd/{self.known[allocation.base][2]}".encode()
+
+    def open(self, handle: bytes, allocation: Allocation, *, owner: str) -> torch.Tensor:
+        if owner == process_token():
+            if self.number_of(allocation.base) != allocation.number:
+                raise TransportError("the GPU memory that was to be shared is gone: its owner has closed the link")
+            array = (ctypes.c_uint8 * allocation.nbytes).from_address(allocation.base)
+            return torch.frombuffer(array, dtype=torch.uint8)
+        try:
+            with open(handle.decode(), "rb") as file:
+                mapped = mmap.mmap(file.fileno(), allocation.nbytes, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise TransportError(f"cannot open the trainer's GPU memory ({error})") from error
+        self.opened.append(allocation.nbytes)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+class StandInSender(CudaIpcSender):
+    name = NAME
+    memory_kind = StandIn
+
+
+class StandInReceiver(CudaIpcReceiver):
+    name = NAME
+    memory_kind = StandIn
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register_transport(NAME, StandInSender, StandInReceiver)
+    yield
+    unregister_transport(NAME)
+
+
+class TestStage(TransportSuite):
+    transport = NAME
+    num_tiny_tensors = 2_000
+
+
+class TestBuckets(TestStage):
+    settings: ClassVar = {"staging_limit_bytes": 2 * BUCKET_BYTES, "gpu_bucket_bytes": BUCKET_BYTES}
+
+
+def exportable(tensors: Tensors) -> Tensors:
+    """The same values in one allocation that others can map; what is strided stays where it was."""
+    memory = StandIn(torch.device("cpu")).pool(sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values()) + 64)
+    found, offset = {}, 0
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous() or not tensor.numel():
+            found[name] = tensor.clone()
+            continue
+        place = memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        found[name] = place.copy_(tensor)
+        offset += -(-tensor.nbytes // 64) * 64
+    return found
+
+
+class TestParameters(MovesExactBytes):
+    """The trainer holds its weights in memory that others can map, and they are read in place."""
+
+    transport = NAME
+    held = True
+    num_tiny_tensors = 2_000
+
+    def hold(self, tensors: Tensors) -> Callable[[Tensors], Tensors]:
+        own = exportable(tensors)
+
+        def update(values: Tensors) -> Tensors:
+            for name, value in values.items():
+                own[name].copy_(value)
+            return own
+
+        return update
+
+
+def make(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model: Any = torch.nn.Sequential(
+        torch.nn.Embedding(100, 32),
+        torch.nn.Linear(32, 64),
+        torch.nn.BatchNorm1d(64),
+        torch.nn.Linear(32, 100, bias=False),
+    )
+    model[3].weight = model[0].weight
+    made: torch.nn.Module = model
+    return made
+
+
+def shared(seed: int) -> torch.nn.Module:
+    """A trainer's model, whose parameters lie in memory that others can map."""
+    model = make(seed)
+    own = exportable({name: parameter.detach() for name, parameter in model.named_parameters()})
+    for name, parameter in model.named_parameters():
+        parameter.data = own[name]
+    return model
+
+
+def disturb(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    theirs, ours = one.state_dict(), other.state_dict()
+    return all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What senders tell from now on."""
+    found: list[Any] = []
+    tell = CudaIpcSender._tell
+
+    def noted(self: CudaIpcSender, message: Any, **more: Any) -> None:
+        found.append(message)
+        tell(self, message, **more)
+
+    monkeypatch.setattr(CudaIpcSender, "_tell", noted)
+    return found
+
+
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+@pytest.mark.parametrize("digest", [True, False])
+def test_parameters_are_described_once_and_read_in_place(
+    apply: Any, digest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = shared(1), make(2)
+    messages = told(monkeypatch)
+    config = ws.SyncConfig(transport=NAME, apply=apply, digest=digest)
+    with LocalSync([lambda: trainer], [module_engine(engine)], config) as session:
+        for _ in range(4):
+            session.update()
+            assert same(trainer, engine)
+            disturb(trainer)
+    kinds = [type(message) for message in messages]
+    assert kinds.count(Layout) == 1
+    assert kinds.count(Set) == 4
+    assert kinds.count(Digests) == (4 if digest else 0)
+    assert kinds.count(Segment) == 2  # the parameters, and a stage for the buffers
+
+
+def test_parameters_that_move_are_described_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engine = shared(1), make(2)
+    messages = told(monkeypatch)
+    with LocalSync([lambda: trainer], [module_engine(engine)], ws.SyncConfig(transport=NAME)) as session:
+        session.update()
+        for round_ in range(4):
+            some = list(trainer.named_parameters())[round_ % 3 :]
+            moved = exportable({name: torch.randn_like(parameter) for name, parameter in some})
+            for name, tensor in moved.items():
+                trainer.get_parameter(name).data = tensor
+            del moved, tensor
+            gc.collect()
+            messages.clear()
+            session.update()
+            assert same(trainer, engine)
+            assert [isinstance(message, Layout) for message in messages].count(True) == 1
+
+
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+def test_a_weight_that_is_read_otherwise_than_sent_is_seen(apply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engine = shared(1), make(2)
+    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    with LocalSync([lambda: trainer], [module_engine(engine)], ws.SyncConfig(transport=NAME, apply=apply)) as session:
+        tell = CudaIpcSender._tell
+
+        def other(self: CudaIpcSender, message: Any, **more: Any) -> None:
+            if isinstance(message, Digests):
+                message = Digests(bytes([message.digests[0] ^ 1]) + message.digests[1:])
+            tell(self, message, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaIpcSender, "_tell", other)
+            error = {"staged": DigestError, "streaming": ws.EnginePoisonedError}[apply]
+            with pytest.raises(error, match=r"0\.weight: its bytes differ"):
+                session.update()
+        if apply == "staged":
+            assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_dict().items())
+        session.update()
+        assert same(trainer, engine)
+
+
+def test_memory_that_is_not_where_the_sender_says_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, engine, lies = shared(1), make(2), True
+    tell = CudaIpcSender._tell
+
+    def elsewhere(self: CudaIpcSender, message: Any, **more: Any) -> None:
+        if isinstance(message, Layout) and lies:
+            first, second, *rest = message.places
+            places = (type(first)(first.name, first.segment, first.offset + 256), second, *rest)
+            message = Layout(places, message.samples)
+        tell(self, message, **more)
+
+    monkeypatch.setattr(CudaIpcSender, "_tell", elsewhere)
+    with LocalSync([lambda: trainer], [module_engine(engine)], ws.SyncConfig(transport=NAME, digest=False)) as session:
+        with pytest.raises(TransportError, match="is not where the weights of sender 0 lie"):
+            session.update()
+        lies = False
+        session.update()
+        assert same(trainer, engine)
+
+
+def test_a_receiver_that_reaches_other_memory_is_refused_when_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = StandIn(torch.device("cpu"))
+    opened = StandIn.open
+    monkeypatch.setattr(StandIn, "open", lambda self, *_, **__: wrong.pool(4096))
+    with pytest.raises(TransportError, match="is not that of sender 0"):  # noqa: SIM117
+        with LocalSync([lambda: shared(1)], [module_engine(make(2))], ws.SyncConfig(transport=NAME, timeout_s=2)):
+            pass
+    monkeypatch.setattr(StandIn, "open", opened)
+
+
+def test_what_cannot_be_exported_goes_over_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engine = shared(1), make(2)
+    export = StandIn.export
+    pools = {StandIn(torch.device("cpu")).number_of(p.data_ptr()) for p in trainer.parameters()}
+    monkeypatch.setattr(StandIn, "export", lambda self, a: None if a.number in pools else export(self, a))
+    messages = told(monkeypatch)
+    with LocalSync([lambda: trainer], [module_engine(engine)], ws.SyncConfig(transport=NAME)) as session:
+        for _ in range(2):
+            session.update()
+            assert same(trainer, engine)
+            disturb(trainer)
+    assert not any(isinstance(message, Set) for message in messages)
+
+
+def test_a_tensor_that_stops_being_readable_in_place_opens_the_link_anew() -> None:
+    trainer, engine = shared(1), make(2)
+    with LocalSync([lambda: trainer], [module_engine(engine)], ws.SyncConfig(transport=NAME, retries=1)) as session:
+        session.update()
+        for parameter in trainer.parameters():
+            parameter.data = parameter.data.clone()  # to memory that nobody can map
+        report = session.update()
+        assert same(trainer, engine)
+        assert report.failed_attempts
+
+
+def test_everything_is_given_back() -> None:
+    trainer = shared(1)
+    gc.collect()
+    before = set(StandIn.known)
+    with LocalSync([lambda: trainer], [module_engine(make(2))], ws.SyncConfig(transport=NAME)) as session:
+        session.update()
+        assert len(StandIn.known) > len(before)
+    gc.collect()
+    assert set(StandIn.known) == before
+    assert Manifest.from_tensors(trainer.state_dict())
