@@ -76,7 +76,7 @@ class BroadcastSender(SenderTransport):
                 torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
             payloads.begin()
             return self._send(transfer, tensors, group, payloads)
-        except Exception:
+        except BaseException:  # GeneratorExit too: whoever read has failed, and the next bucket may be under way
             payloads.stop()
             raise
 

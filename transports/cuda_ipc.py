@@ -27,6 +27,7 @@ import torch
 from weightsync.bucket import Bucket, seal, wire_tensor, write_piece
 from weightsync.chunk import WeightChunk, aligned, as_bytes, from_bytes
 from weightsync.cuda.memory import Allocation, GpuMemory, process_token
+from weightsync.cuda.moves import stream_of
 from weightsync.digest import ContentDigest
 from weightsync.errors import TransportError
 from weightsync.interfaces import LinkContext, Transfer, TransferStats
@@ -117,6 +118,8 @@ class CudaIpcSender(HandleSender):
 
     def _send(self, transfer: Transfer, tensors: Items) -> TransferStats:
         content = ContentDigest()
+        if not transfer.held:
+            self._begun = None
         if self._begun is None:
             self._memory.synchronize()  # whoever made the weights, on whichever stream, is done
         if transfer.held:
@@ -132,6 +135,7 @@ class CudaIpcSender(HandleSender):
 
     def begin(self, tensors: Sequence[Item]) -> None:
         """Look through the weights, and start to digest those that lie where they did, while nobody waits for it yet."""
+        self._begun = None  # of a transfer that went over other links only
         if self._exports.layout is None:
             return
         with self._memory.bound():
@@ -146,13 +150,18 @@ class CudaIpcSender(HandleSender):
         """Announce what can be read where it lies; returns the rest."""
         begun, self._begun = self._begun, None
         found, rest = begun or self._exports.sort(tensors)
-        if begun is not None:  # the iterator is still to be asked for all
+        if found:
+            self._announce_set(transfer, found, content, started=begun is not None)
+        else:
+            self._exports.forget()
+        if begun is not None:  # the iterator is still to be asked for all; other links may take long over it
             for _ in tensors:
                 pass
-        if not found:
-            return rest
+        return rest
+
+    def _announce_set(self, transfer: Transfer, found: list[Item], content: ContentDigest, *, started: bool) -> None:
         layout = self._exports.layout_of(found)
-        if self.context.digest and begun is None:
+        if self.context.digest and not started:
             layout.reads.start(digest=True)
         self._tell(Set(transfer.version, transfer.manifest.digest))
         digests = np.zeros(len(found), dtype=np.uint64)
@@ -160,7 +169,6 @@ class CudaIpcSender(HandleSender):
             digests = layout.reads.result()
             self._tell(Digests(digests.astype("<u8").tobytes()))
         content.add_table(layout.digest, layout.nbytes, digests)
-        return rest
 
     # ---- the rest ---------------------------------------------------------------------------------------------
 
@@ -219,10 +227,13 @@ class CudaIpcSender(HandleSender):
         assert allocation is not None
         return self._exports.share(allocation), memory[: max(nbytes, 1)]
 
+    def finish(self) -> None:
+        self._begun = None
+
     def close(self) -> None:
         self.abort()
         self._buckets.clear()
-        self._exports.layout = None
+        self._begun = self._exports.layout = None
         self._stage = self._probe = None
 
 
@@ -305,5 +316,7 @@ class CudaIpcReceiver(HandleReceiver):
 
     def close(self) -> None:
         self.abort()
+        if self._memory.device.type == "cuda":
+            stream_of(self._memory.device).synchronize()  # a digest that nobody waited for still reads the mappings
         self._segments.clear()
         self._layout = None

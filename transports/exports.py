@@ -83,7 +83,11 @@ class Exports:
         rest: list[Item] = []
         for item in tensors:
             meta, tensor = item
-            same = known.get(meta.name) == tensor.data_ptr() and tensor.is_contiguous()
+            same = (
+                known.get(meta.name) == tensor.data_ptr()
+                and tensor.dtype == meta.torch_dtype
+                and tensor.is_contiguous()
+            )
             (found if same or self.possible(meta, tensor) else rest).append(item)
         return found, rest
 
@@ -133,6 +137,14 @@ class Exports:
             Moves([(tensor, None) for tensor in tensors], self._device),
         )
         return self.layout
+
+    def forget(self) -> None:
+        """Nothing is read in place any more: receivers need not keep it mapped."""
+        self.layout = None
+        for number, segment in self._segments.items():
+            self._can_export.pop(number, None)
+            self._tell(Forget(segment))
+        self._segments = {}
 
     def handle_of(self, allocation: Allocation) -> bytes:
         """Raises TransportError where CUDA gives none."""

@@ -214,6 +214,9 @@ class GroupAssembly(Arrival):
             if group.spec.key in private:
                 self._make_private(group)
             yield [(name, group.tensors[aliases.get(name, name)]) for name in group.spec.names]
+            if group.buffer is not None and group.buffer.is_cuda:
+                # The consumer's stream may still read it; producers allocate on theirs.
+                group.buffer.record_stream(torch.cuda.current_stream(group.buffer.device))
             self._give_back(group)
 
     def _make_private(self, group: OpenGroup) -> None:

@@ -27,6 +27,7 @@ class Background(Generic[T]):
             self._error = error
         finally:
             self._done.set()
+            del self  # a failure's traceback would keep it, and with it all that its frames refer to, in a cycle
 
     def is_done(self, wait_s: float) -> bool:
         return self._done.wait(wait_s)

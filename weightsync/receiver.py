@@ -256,6 +256,9 @@ class ReceiverRank:
             raise
         finally:
             self._applied = self._coalescer.num_handed_out > 0
+            if self._device.type == "cuda":
+                # A loader need not wait; the trainer may write, or what it lent be unmapped, as soon as this is answered.
+                torch.cuda.current_stream(self._device).synchronize()
         self._whole = True
         return m.Applied(
             vote=self._vote(),

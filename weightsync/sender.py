@@ -147,6 +147,8 @@ class SenderRank:
             raise TransportError("the links are not open")
         if self._work is not None:
             raise UpdateTimeoutError("the source still makes tensors for an earlier update that was given up")
+        if self._source.device.type == "cuda":
+            torch.cuda.synchronize(self._source.device)  # what the trainer computed, on whichever stream
         self._source.check(self._manifest, self._names)
         self._held = list(self._source.tensors(self._manifest, self._names)) if self._source.held else None
         if self._held is not None:
@@ -162,8 +164,11 @@ class SenderRank:
     def _send(self, request: m.Transfer) -> m.Sent:
         assert self._source is not None and self._manifest is not None
         start = time.perf_counter()
-        transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names, held=self._source.held)
-        tensors = self._counted(self._source.tensors(self._manifest, self._names))
+        held, self._held = self._held, None
+        transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names, held=held is not None)
+        source = self._source.tensors(self._manifest, self._names) if held is None else iter(held)
+        del held
+        tensors = self._counted(source)
         ids = self._links.keys() if request.links is None else request.links
         links = {id: self._links[id] for id in ids if id in self._links}
         try:

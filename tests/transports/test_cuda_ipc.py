@@ -22,9 +22,11 @@ import weightsync as ws
 from weightsync.cuda.memory import Allocation, GpuMemory, process_token
 from weightsync.errors import DigestError, TransportError
 from weightsync.manifest import Manifest
+from weightsync.receiver import ReceiverRank
 from weightsync.registry import register_transport, unregister_transport
 from weightsync.testing import LocalSync, TransportSuite, module_engine
 from weightsync.testing.link import BUCKET_BYTES, Tensors
+from weightsync.testing.local import in_process_party
 from weightsync.testing.transport_bytes import MovesExactBytes
 from weightsync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender, Digests, Set
 from weightsync.transports.exports import Layout, Segment
@@ -329,3 +331,49 @@ def test_everything_is_given_back() -> None:
     gc.collect()
     assert set(StandIn.known) == before
     assert Manifest.from_tensors(trainer.state_dict())
+
+
+def test_a_late_engine_leaves_nothing_behind_for_the_next_update() -> None:
+    weights = exportable(dict(make(1).state_dict()))
+    one, late = make(2), make(3)
+    local = LocalSync([lambda: weights], [module_engine(one)], ws.SyncConfig(transport=NAME))
+    with local as session:
+        session.update()
+        party = local.fleet.add(in_process_party([ReceiverRank(module_engine(late)[0])]))
+        session.add_engine(party)
+        for seed in (4, 5):
+            weights = exportable(dict(make(seed).state_dict()))
+            session.update()
+            for engine in (one, late):
+                assert all(torch.equal(weights[name], tensor) for name, tensor in engine.state_dict().items())
+
+
+def test_other_bits_at_the_same_address_are_not_read_as_they_lie() -> None:
+    held = {"w": exportable({"w": torch.randn(100, 100).to(torch.bfloat16)})["w"]}
+    engine = torch.nn.Module()
+    engine.register_buffer("w", torch.zeros(100, 100, dtype=torch.bfloat16))
+    config = ws.SyncConfig(transport=NAME, wire_dtype={"*": "bfloat16"}, retries=1)
+    with LocalSync([lambda: held], [module_engine(engine)], config) as session:
+        session.update()
+        held["w"] = held["w"].view(torch.float16)
+        session.update()
+        assert torch.equal(engine.state_dict()["w"], held["w"].to(torch.bfloat16))
+
+
+def test_the_source_is_asked_once_an_update_and_what_it_gave_is_let_go() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def source() -> dict[str, torch.Tensor]:
+        tensor = torch.randn(10, 10)
+        made.append(weakref.ref(tensor))
+        return {"w": tensor}
+
+    engine = torch.nn.Module()
+    engine.register_buffer("w", torch.zeros(10, 10))
+    with LocalSync([source], [module_engine(engine)], ws.SyncConfig(transport=NAME)) as session:
+        session.update()
+        before = len(made)
+        session.update()
+        assert len(made) == before + 1
+        gc.collect()
+        assert all(of() is None for of in made)

@@ -139,7 +139,12 @@ class GpuMemory:
         if owner == process_token():
             if self.number_of(allocation.base) != allocation.number:
                 raise TransportError("the GPU memory that was to be shared is gone: its owner has closed the link")
-            return self._tensor_at(allocation.base, allocation.nbytes, None)
+            found = self._tensor_at(allocation.base, allocation.nbytes, None)
+            if found.device.index != (self.device.index or 0):
+                raise TransportError(
+                    f"within one process cuda_ipc needs one GPU; these are {found.device} and {self.device}"
+                )
+            return found
         runtime = import_cupy().cuda.runtime
         with torch.cuda.device(self.device):
             try:
@@ -149,7 +154,12 @@ class GpuMemory:
                     f"{self.device} cannot open the trainer's GPU memory ({error}): both processes must use one GPU, or two "
                     "that reach each other and are both in CUDA_VISIBLE_DEVICES, under one user, in one container"
                 ) from error
-        return self._tensor_at(address, allocation.nbytes, runtime.ipcCloseMemHandle)
+
+        def unmap(address: int) -> None:
+            with self.bound():
+                runtime.ipcCloseMemHandle(address)
+
+        return self._tensor_at(address, allocation.nbytes, unmap)
 
     def _tensor_at(self, address: int, nbytes: int, give_back: Callable[[int], None] | None) -> torch.Tensor:
         with torch.cuda.device(self.device):

@@ -57,6 +57,9 @@ class Moves:
             self._out = torch.zeros(max(self.count, 1), dtype=torch.int64, device=device)
             self._found = torch.zeros(max(self.count, 1), dtype=torch.int64, pin_memory=True)
             self._done = torch.cuda.Event()
+            for table in (self._rows, self._tile_rows, self._out):
+                # Dropped while the kernel runs, they are not handed out before it ends.
+                table.record_stream(stream_of(device))
 
     def start(self, *, digest: bool) -> None:
         """Launch on this package's stream of the device and return; what the current stream was given before comes first."""
