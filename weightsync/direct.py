@@ -17,9 +17,9 @@ import torch
 from weightsync.coalescer import Coalescer
 from weightsync.errors import EnginePoisonedError, EngineStateError
 from weightsync.interfaces import DirectAdapter, EngineAdapter
-from weightsync.loadmap import LoadMap
+from weightsync.loadmap import Copy, LoadMap
 from weightsync.placement import GroupCopies, Live, SetCopies, compile_set, digests_of, run_copies
-from weightsync.qualify import NOT_SEEN, Observation, layout_of, unfit
+from weightsync.qualify import NOT_SEEN, Bystanders, Observation, contested, layout_of, unfit
 from weightsync.weightset import SetLayout
 
 Pairs = list[tuple[str, torch.Tensor]]
@@ -48,7 +48,11 @@ class DirectApply:
         self._key_of = {name: group.key for group in load_map.groups for name in group.names}
         self._groups: Mapping[str, GroupCopies] = {}
         self._never: dict[str, str] = {}
-        """Groups that can never qualify, with the reason."""
+        """Groups that cannot qualify while the layout stays, with the reason."""
+        self._shown: set[Copy] = set()
+        """Copies that a reload was seen to be."""
+        self._aliases: Mapping[str, str] | None = None
+        """With which it was looked up whether several tensors fill the same memory."""
         self.reasons: dict[str, str] = {}
         """Groups that are loaded by a reload, with the reason. All others by copies."""
         self.reloaded: dict[str, str] = {}
@@ -73,6 +77,7 @@ class DirectApply:
     def _start_anew(self, adapter: DirectAdapter, live: Live) -> None:
         self._layout, self._compiled = layout_of(live), {}
         self._groups, self._never = unfit(self._load_map, live)
+        self._shown, self._aliases = set(), None
         self._pending_for = self._patience = 0
         unproven = [] if adapter.laid_out_as_loaded else [key for key in self._groups if key not in self._never]
         self.reasons = self._never | dict.fromkeys(unproven, NOT_SEEN)
@@ -97,12 +102,10 @@ class DirectApply:
             # Frozen or constant weights may never show anything; watching costs the others their speed.
             self._pending_for += 1
             if self._pending_for > self._patience:
-                self._pending_for, self._patience = 0, min(2 * self._patience + 1, _MAX_PATIENCE)
                 return Way.OBSERVE
         if len(self.reasons) == len(self._load_map.groups) or (self._direct.laid_out_as_loaded and not sets):
             return Way.RELOAD
         if self._mode == "audit" and self._since_audit >= self._audit_every:
-            self._since_audit = 0
             return Way.AUDIT
         return Way.SETS if sets else Way.GROUPS
 
@@ -117,19 +120,20 @@ class DirectApply:
             EnginePoisonedError: an audit found that copies and a reload differ; copies are off from then on.
             As `Coalescer.groups`.
         """
-        copies = way in (Way.GROUPS, Way.SETS, Way.AUDIT)
-        self.reloaded = (
-            dict(self.reasons) if copies else {**dict.fromkeys(self._key_of.values(), way.value), **self.reasons}
-        )
+        self.reloaded = {**dict.fromkeys(self._key_of.values(), way.value), **self.reasons}
         if self._direct is None or way is Way.RELOAD:
             return self._adapter.apply(coalescer.groups(private=self.reasons))
         live = self._direct.live()
         if layout_of(live) != self._layout:
             raise EngineStateError("the engine's parameters were moved during the update; update again")
+        if self._aliases != coalescer.manifest.aliases:
+            self._aliases = coalescer.manifest.aliases
+            self._refuse(contested(self._groups, live, self._aliases))
         self._direct.synchronize()  # what still reads the old weights
+        if way is Way.OBSERVE:
+            return self._observe(self._direct, live, coalescer)
+        self.reloaded = dict(self.reasons)
         match way:
-            case Way.OBSERVE:
-                return self._observe(self._direct, live, coalescer)
             case Way.AUDIT:
                 return self._audit(self._direct, live, coalescer)
             case Way.SETS:
@@ -138,18 +142,27 @@ class DirectApply:
                 rest = self._copy_groups(live, coalescer)
         return self._load_rest(self._direct, rest)
 
+    def _refuse(self, reasons: Mapping[str, str]) -> None:
+        self._never = {**reasons, **self._never}
+        self.reasons = {**self.reasons, **self._never}
+        self._compiled = {}
+
     def _observe(self, adapter: DirectAdapter, live: Live, coalescer: Coalescer) -> int:
-        """One reload of everything, watched."""
-        watched = Observation(self._groups, self._never, live, adapter.reachable)
+        """One reload of everything, watched. What was seen to be no mere copy stays with the reload."""
+        watched = Observation(self._groups, self._never, live, adapter.reachable, self._shown)
         reloads = adapter.apply(watched.watch(coalescer.groups(private=self._key_of.values())))
         adapter.synchronize()
+        self._pending_for, self._patience = 0, min(2 * self._patience + 1, _MAX_PATIENCE)
         if layout_of(adapter.live()) == self._layout:
-            self.reasons, self._compiled = self._never | watched.reasons(), {}
+            reasons = watched.reasons()
+            self.reasons = {key: reason for key, reason in reasons.items() if reason is NOT_SEEN}
+            self._refuse({key: reason for key, reason in reasons.items() if reason is not NOT_SEEN})
         return reloads
 
     def _audit(self, adapter: DirectAdapter, live: Live, coalescer: Coalescer) -> int:
         """Copy, then reload everything, and compare what came out."""
         copied: dict[str, list[int]] = {}
+        bystanders = Bystanders(self._groups, live, adapter.reachable)
 
         def both() -> Iterator[Pairs]:
             for pairs in coalescer.groups(private=self._key_of.values()):
@@ -157,16 +170,21 @@ class DirectApply:
                 if key not in self.reasons:
                     run_copies(self._groups[key].copies, dict(pairs), live)
                     copied[key] = self._digest(key, live)
+                bystanders.enter(key)
                 yield pairs
+                bystanders.leave(key)
 
         reloads = adapter.apply(both())
         adapter.synchronize()
-        now = adapter.live()
+        self._since_audit = 0
+        now, blamed = adapter.live(), bystanders.blamed()
         for key, digests in copied.items():
-            if self._digest(key, now) != digests:
+            if self._digest(key, now) != digests or key in blamed:
                 self._give_up("an audit found that copies and a reload differ")
+                why = f" ({blamed[key]})" if key in blamed else ""
                 raise EnginePoisonedError(
-                    f"direct apply differs from a reload in module group {key}; it is off for this weight sync now. Update again"
+                    f"direct apply differs from a reload in module group {key}{why}; it is off for this weight sync now. "
+                    "Update again"
                 )
         return reloads
 
