@@ -7,7 +7,7 @@ import pytest
 from weightsync.testing.campaign import Campaign, control_cases, data_cases
 from weightsync.testing.faults import ACTIONS
 
-EVERY = 13
+EVERY = 23
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""Trainers and engines for the pipelines of these tests, good and bad."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def make_module(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 7))
+
+
+class Engine(torch.nn.Module):
+    """Notes its weights at each rollout, so that a test can compare them with the trainer's."""
+
+    def __init__(self, folder: str, model: str = "") -> None:
+        super().__init__()
+        for name, child in make_module(1).named_children():
+            self.add_module(name, child)
+        self.folder = Path(folder)
+
+    def rollout(self, prompts: list[int], *, seed: int, scale: float = 1.0) -> list[list[float]]:
+        torch.save({k: v.clone() for k, v in self.state_dict().items()}, self.folder / f"engine-{prompts[0]}.pt")
+        return [[prompt * scale] for prompt in prompts]
+
+
+class Trainer:
+    """Moves its weights at random, and notes what it had after each step."""
+
+    def __init__(self, folder: str, fail_at: int = -1, sleep_at: int = -1, model: str = "") -> None:
+        self.module = make_module(2)
+        self.folder, self.fail_at, self.sleep_at = Path(folder), fail_at, sleep_at
+
+    def prompts(self, step: int) -> list[int]:
+        return [2 * step, 2 * step + 1]
+
+    def reward(self, prompt: int, completion: float) -> float:
+        return completion
+
+    def step(self, step: int, rollouts: list[Any]) -> dict[str, float]:
+        assert [r.prompt for r in rollouts] == self.prompts(step)
+        if step == self.fail_at:
+            raise ValueError("the loss\nis not finite")
+        if step == self.sleep_at:
+            (self.folder / "asleep").write_text(str(os.getpid()))
+            time.sleep(600)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        torch.save(self.module.state_dict(), self.folder / f"trainer-{step}.pt")
+        return {"loss": 1.0 / (step + 1)}
+
+    def evaluate(self, step: int, rollouts: list[Any]) -> dict[str, float]:
+        return {"loss": 0.0}
+
+    def weights(self) -> torch.nn.Module:
+        return self.module
+
+
+class Minimal:
+    """The two methods, and no more."""
+
+    def step(self, step: int, rollouts: list[Any]) -> None:
+        assert rollouts == []
+
+    def weights(self) -> torch.nn.Module:
+        return make_module(3)
+
+
+class NoWeights:
+    def step(self, step: int, rollouts: list[Any]) -> None: ...
+
+
+class NearMiss(Minimal):
+    step = None  # type: ignore[assignment]
+
+    def steps(self, step: int, rollouts: list[Any]) -> None: ...
+
+
+class WrongStep(Minimal):
+    def step(self) -> None: ...  # type: ignore[override]
+
+
+class AsyncStep(Minimal):
+    async def step(self, step: int, rollouts: list[Any]) -> None: ...  # type: ignore[override]
+
+
+def make_path(name: str) -> str:
+    return name
+
+
+a_number = 3

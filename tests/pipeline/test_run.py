@@ -1,0 +1,255 @@
+"""Pipelines on a real local Ray, as a user runs them: files, exactness, exit codes, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync.pipeline.stopping import Stopping
+
+PARTS = Path(__file__).parent
+
+
+def written(folder: Path, *, trainer: str = "Trainer", arguments: str = "", replicas: int = 2) -> Path:
+    """A pipeline in a folder of its own, beside a module `mine` that its trainer is imported from."""
+    (folder / "mine.py").write_text((PARTS / "pipeline_parts.py").read_text())
+    own = f"{{folder: {folder}{arguments}}}" if trainer == "Trainer" else "{}"
+    path = folder / "pipeline.yaml"
+    path.write_text(
+        f"trainer:\n  class: mine:{trainer}\n  arguments: {own}\n"
+        f"engines:\n  kind: torch\n  class: mine:Engine\n  replicas: {replicas}\n  arguments: {{folder: {folder}}}\n"
+        "  sampling: {scale: 2.0}\n"
+        "sync: {timeout_s: 60}\nrun: {steps: 3, out: out}\n"
+    )
+    return path
+
+
+def environment() -> dict[str, str]:
+    """As a shell has it: no cluster, no setting of the other tests."""
+    return {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
+
+
+def start(path: Path, *overrides: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "weightsync", "run", str(path), *overrides],
+        cwd=path.parent,
+        env=env or environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Living processes whose working directory is *folder*: the run, and Ray's and its actors, which inherit it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.readlink(entry / "cwd") == str(folder):
+                    found.append((entry / "cmdline").read_text().replace("\0", " ")[:100])
+            except OSError:
+                continue
+    return found
+
+
+def gone_within(folder: Path, seconds: float) -> list[str]:
+    deadline = time.monotonic() + seconds
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Popen[str]]:
+    """A run that goes on while the first test does, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, start(written(folder), "run.sync_every=2", "sync.count_changed_values=true")
+
+
+@pytest.mark.usefixtures("whole_run")
+def test_a_signal_ends_everything(tmp_path: Path) -> None:
+    process = start(written(tmp_path, arguments=", sleep_at: 1", replicas=1))
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "asleep").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    actor = int((tmp_path / "asleep").read_text())
+    assert len(processes_of(tmp_path)) > 4  # the run, Ray's own, and the actors
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert errors.splitlines()[-1].startswith("stopped by SIGTERM at step 1: the trainer learns"), errors
+    assert gone_within(tmp_path, 10) == []
+    assert not Path(f"/proc/{actor}").exists()
+    assert len(lines_of(tmp_path / "out" / "updates.jsonl")) == 1
+
+
+def test_a_run_leaves_exact_engines_and_its_records(whole_run: tuple[Path, subprocess.Popen[str]]) -> None:
+    tmp_path, process = whole_run
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    assert "sync_every: 2" in output
+
+    # Updates follow steps 1 and 2; the last one is evaluated with rollouts of its own.
+    updates = lines_of(tmp_path / "out" / "updates.jsonl")
+    assert [(u["ok"], u["step"], u["version"]) for u in updates] == [(True, 1, 1), (True, 2, 2)]
+    for update in updates:
+        assert set(update["transports"].values()) == {"shared_memory"}
+        assert update["nbytes"] == sum(t.nbytes for t in torch.load(tmp_path / "trainer-0.pt").values())
+        assert {"transfer", "apply", "commit"} <= update["phases"].keys()
+        assert 0 <= update["pause_s"] <= update["seconds"]
+        assert update["job"] is None
+    steps = lines_of(tmp_path / "out" / "metrics.jsonl")
+    assert [(s["step"], s["version"], s["trained"]) for s in steps] == [
+        (0, 0, True),
+        (1, 0, True),
+        (2, 1, True),
+        (3, 2, False),
+    ]
+    assert [s["metrics"]["loss"] for s in steps] == [1.0, 0.5, pytest.approx(1 / 3), 0.0]
+    assert [s["metrics"]["reward"] for s in steps] == [1.0, 5.0, 9.0, 13.0]  # prompts, twice their number
+
+    # Each engine noted its weights at its rollout (2 of step 1, by engine 0, and so on).
+    for prompt, trainer in ((4, 1), (5, 1), (6, 2), (7, 2)):
+        engine = torch.load(tmp_path / f"engine-{prompt}.pt")
+        expected = torch.load(tmp_path / f"trainer-{trainer}.pt")
+        assert engine.keys() == expected.keys()
+        assert all(torch.equal(engine[name], expected[name]) for name in expected)
+    before = torch.load(tmp_path / "engine-2.pt")
+    assert not torch.equal(before["0.weight"], torch.load(tmp_path / "trainer-0.pt")["0.weight"])
+    assert gone_within(tmp_path, 10) == []
+
+    # The saved config is a pipeline that says the same.
+    command = [sys.executable, "-m", "weightsync", "run", "--check", "out/config.yaml"]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment())
+    assert checked.stdout == (tmp_path / "out" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_remembered_and_handlers_come_back(number: signal.Signals, code: int) -> None:
+    before = signal.getsignal(number)
+    with Stopping() as stopping:
+        stopping.catch()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert (stopping.signal, stopping.exit_code) == (number, code)
+        stopping.ignore()
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+# On a cluster
+
+
+@dataclass(frozen=True)
+class RunningCluster:
+    gcs: str
+    dashboard: str
+    env: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    """A head node as `ray start` makes it, with a token of its own, and room for one pipeline at a time."""
+    env = environment() | {"PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    ports = free_ports(4)
+    names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
+    options = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
+    # Ray's sockets lie in its folder, and their paths must be short.
+    with tempfile.TemporaryDirectory(prefix="ws", dir="/tmp") as folder, open(f"{folder}/log", "w") as log:
+        options += [
+            "--num-cpus=2",
+            "--object-store-memory=100000000",
+            "--disable-usage-stats",
+            f"--temp-dir={folder}/r",
+        ]
+        ray = subprocess.Popen(
+            [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", *options],
+            env=env,
+            stdout=log,
+            stderr=log,
+            text=True,
+        )
+        try:
+            address = address_of(Path(log.name), ports[0], ray)
+            yield RunningCluster(address, f"http://127.0.0.1:{ports[1]}", env)
+        finally:
+            ray.terminate()
+            ray.wait(timeout=60)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
+
+
+def address_of(log: Path, port: int, ray: subprocess.Popen[str]) -> str:
+    """What `ray start` says once all of it runs."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and ray.poll() is None:
+        text = log.read_text()
+        if "This command will now block" in text and (found := re.search(rf"[\d.]+:{port}\b", text)):
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError(f"the cluster did not start: {log.read_text()}")
+
+
+def test_a_trainer_that_fails_is_the_last_line(tmp_path: Path, cluster: RunningCluster) -> None:
+    path = written(tmp_path, arguments=", fail_at: 1", replicas=1)
+    process = start(path, env=cluster.env | {"RAY_ADDRESS": cluster.gcs})
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith("error: trainer 0: ValueError: the loss is not finite (mine.py:"), errors
+    assert last.endswith("in step)")
+    assert f"Ray at {cluster.gcs}" in output
+    assert len(lines_of(tmp_path / "out" / "metrics.jsonl")) == 1
+
+
+def test_ray_job_submit_runs_the_same_file(tmp_path: Path, cluster: RunningCluster) -> None:
+    """There is room only if the run before gave its own back. Two methods are enough, and a bundle is shared."""
+    path = written(tmp_path, trainer="Minimal", replicas=1)
+    submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", cluster.dashboard]
+    run = [
+        sys.executable,
+        "-m",
+        "weightsync",
+        "run",
+        path.name,
+        f"run.out={tmp_path}/out",
+        "engines.placement=colocated",
+    ]
+    command = [*submit, "--working-dir", ".", "--", *run]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=cluster.env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    updates = lines_of(tmp_path / "out" / "updates.jsonl")
+    assert [update["version"] for update in updates] == [1, 2, 3]
+    submission = re.search(r"raysubmit_\w+", done.stdout)
+    assert submission is not None
+    assert {update["job"] for update in updates} == {submission[0]}
+    (first, *_) = lines_of(tmp_path / "out" / "metrics.jsonl")
+    assert (first["num_rollouts"], first["metrics"]) == (0, {})

@@ -1,0 +1,53 @@
+"""The command line: `weightsync run FILE.yaml [key.sub=value ...]` and `weightsync schema`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightsync.errors import ConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 0, or 1 when the run failed, 2 when something is wrong with what was asked for."""
+    parser = argparse.ArgumentParser(prog="weightsync", description="Weight sync from RL trainers to rollout engines.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run the pipeline of a YAML file")
+    run.add_argument("file", type=Path, help="the pipeline")
+    run.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change a key; the value is YAML")
+    run.add_argument("--check", action="store_true", help="check the file, print the effective config, start nothing")
+    commands.add_parser("schema", help="print the JSON Schema of a pipeline file, for editors")
+    options = parser.parse_args(arguments)
+    if options.command == "schema":
+        from weightsync.pipeline.config import schema
+
+        print(json.dumps(schema(), indent=2))
+        return 0
+    return _run(options.file, options.overrides, only_check=options.check)
+
+
+def _run(file: Path, overrides: list[str], *, only_check: bool) -> int:
+    from weightsync.pipeline.check import load
+    from weightsync.pipeline.document import excerpt
+
+    try:
+        config = load(file, overrides)
+    except ConfigError as error:
+        if line := excerpt(error):
+            print(line, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if only_check:
+        from weightsync.pipeline.records import config_text
+
+        print(config_text(config), end="")
+        return 0
+    # Ray is imported from here on: nothing of it is there while a file is only checked.
+    from rich.console import Console
+
+    from weightsync.pipeline.run import run
+
+    return run(config, Console())
