@@ -7,7 +7,7 @@ import pytest
 from weightsync.testing.campaign import Campaign, control_cases, data_cases
 from weightsync.testing.faults import ACTIONS
 
-EVERY = 23
+EVERY = 22
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,9 @@ class TestStage(TransportSuite):
     num_tiny_tensors = 2_000
 
 
-class TestBuckets(TestStage):
+class TestBuckets(MovesExactBytes):
+    transport = NAME
+    num_tiny_tensors = 2_000
     settings: ClassVar = {"staging_limit_bytes": 2 * BUCKET_BYTES, "gpu_bucket_bytes": BUCKET_BYTES}
 
 
