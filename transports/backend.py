@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from functools import cache
 
-from weightsync.identity import nccl_version
+from weightsync.identity import cupy_version, nccl_version
 from weightsync.interfaces import LinkContext
 
 _OLDEST, _SHARES_GPUS = (2, 18), (2, 30)
@@ -42,19 +42,10 @@ def backend_of(context: LinkContext) -> str:
     """ "nccl" or "gloo": by what the link's payloads travel. Why it is gloo between GPUs is logged, once."""
     if not context.gpus or not all(context.gpus) or not context.device.startswith("cuda"):
         return "gloo"
-    why = why_not_nccl(context.gpus, nccl=nccl_version(), cupy=_has_cupy(), environment=os.environ)
+    why = why_not_nccl(context.gpus, nccl=nccl_version(), cupy=bool(cupy_version()), environment=os.environ)
     if why:
         _say_once(why)
     return "gloo" if why else "nccl"
-
-
-@cache
-def _has_cupy() -> bool:
-    try:
-        import cupy
-    except ImportError:
-        return False
-    return bool(cupy)
 
 
 @cache

@@ -76,7 +76,7 @@ class BroadcastSender(SenderTransport):
                 torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
             payloads.begin()
             return self._send(transfer, tensors, group, payloads)
-        except BaseException:  # GeneratorExit too: whoever read has failed, and the next bucket may be under way
+        except Exception:
             payloads.stop()
             raise
 
@@ -205,7 +205,7 @@ class BroadcastReceiver(ReceiverTransport):
                 yield from self._receive_in_turns(group, payloads)
             else:
                 yield from self._receive(group, payloads)
-        except Exception:
+        except BaseException:  # GeneratorExit too: whoever read has failed, and the next bucket may be under way
             payloads.stop()
             raise
 

@@ -119,7 +119,8 @@ def format_nccl_version(number: int) -> str:
 
 
 @cache
-def _cupy_version() -> str:
+def cupy_version() -> str:
+    """Of the cupy that this process can import; "" where there is none."""
     try:
         import cupy
     except ImportError:
@@ -157,7 +158,7 @@ def on_device(identity: Identity, device: torch.device) -> Identity:
     return msgspec.structs.replace(
         identity,
         gpu=str(torch.cuda.get_device_properties(device).uuid),
-        cupy=_cupy_version(),
+        cupy=cupy_version(),
         nccl=nccl_version(),
         nccl_env=nccl_environment(os.environ),
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.rl.verdict import Row, Verdict
+from weightsync.pipeline.records import finite
 
 SUMMARY_FILE = "summary.json"
 PLOT_FILE = "reward_and_gap.png"
@@ -44,7 +45,7 @@ def write_summary(
         "rows": [_row_record(row) for row in rows],
     }
     path = out / SUMMARY_FILE
-    path.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+    path.write_text(json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
     return path
 
 
@@ -120,14 +121,3 @@ def _row_record(row: Row) -> dict[str, Any]:
     if row.update:
         record["update"] |= {"gb_per_s": row.update.gb_per_s, "changed_share": row.update.changed_share}
     return record
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN; null says just as plainly that there is no number."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -93,7 +93,7 @@ def test_why_a_link_between_gpus_goes_over_gloo_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(backend, "nccl_version", lambda: "2.28.9")
-    monkeypatch.setattr(backend, "_has_cupy", lambda: True)
+    monkeypatch.setattr(backend, "cupy_version", lambda: "14.0.0")
     backend._say_once.cache_clear()
     context = TransportCase().context(gpus=("one", "one", "two"), device="cuda:0")
     assert [backend_of(context) for _ in range(3)] == ["gloo"] * 3
@@ -252,6 +252,7 @@ class FakeCommunicator:
                 mine = [entry for entry in queue if entry[0] is self]
                 for entry in mine:
                     queue.remove(entry)
+                    entry[1].running.pop(self.rank, None)  # an aborted kernel touches no memory any more
 
 
 class FakeMoves:
@@ -290,7 +291,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
     }.items():
         monkeypatch.setattr(nccl_group, name, fake)
     monkeypatch.setattr(backend, "nccl_version", lambda: "2.30.7")
-    monkeypatch.setattr(backend, "_has_cupy", lambda: True)
+    monkeypatch.setattr(backend, "cupy_version", lambda: "14.0.0")
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return machine

@@ -71,15 +71,15 @@ class Records:
     def _append(self, file: Path, record: Mapping[str, Any]) -> None:
         line = {**record, "time": time.time(), "job": self.job}
         with file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            stream.write(json.dumps(finite(line), allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN; null says as plainly that there is no number."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
