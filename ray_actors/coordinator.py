@@ -56,6 +56,7 @@ class Coordinator:
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
+        self._fleet.close()
 
     @property
     def _open_session(self) -> Session:
