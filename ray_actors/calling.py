@@ -15,10 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsync.errors import WeightSyncError
-from weightsync.ray_actors.staying import SMALL_BYTES, Message, Stayed, call_and_stay, side_result
+from weightsync.ray_actors.staying import (
+    SMALL_BYTES,
+    Answer,
+    Here,
+    Left,
+    Message,
+    Request,
+    Stayed,
+    call_and_stay,
+    side_result,
+)
 from weightsync.transports.channel import Channel, Listener
 
 _RESULT_POLL_S = 0.002
+_STAND_BY_S = 0.05
+"""How long to wait for a party that was called to stand by, before it is called over Ray."""
 _TELL_S = 1.0
 
 
@@ -41,25 +53,37 @@ class RayCalls:
         self._open: dict[str, _Open] = {}
         self._under_way: dict[str, Future[Stayed]] = {}
         """The call over Ray that was made last, of which the actor may be staying."""
-        self._staying: dict[str, Channel[Message]] = {}
-        """Parties that have answered a call and were not seen to leave."""
+        self._staying: dict[str, Channel[Any]] = {}
+        """Parties that have answered a call, or said that they stand by, and were not seen to leave."""
+        self._can_stay: set[str] = set()
+        self._expected: dict[str, float] = {}
+        """Parties that were called to stand by -> until when to wait for them."""
         self._listener = Listener()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
         self._ready = selectors.DefaultSelector()
         self._ready.register(self._listener, selectors.EVENT_READ)
         self._ready.register(self._woken, selectors.EVENT_READ)
 
+    def expect(self) -> None:
+        """The parties are being called to stand by."""
+        self._expected = dict.fromkeys(self._can_stay, time.monotonic() + _STAND_BY_S)
+
     def send(self, party: str, number: int, payload: bytes) -> None:
         """Start a call; the party's open call is given up."""
         self._open[party] = call = _Open(number, payload)
+        if party not in self._expected and not self._send_over_line(party, call):
+            self._call(party, call)
+
+    def _send_over_line(self, party: str, call: _Open) -> bool:
         line = self._staying.get(party)
-        if line is not None and len(payload) <= SMALL_BYTES:
-            try:
-                line.send(Message(party, number, [payload]), timeout_s=_TELL_S)
-                return
-            except WeightSyncError:
-                self._drop(line)
-        self._call(party, call)
+        if line is None or len(call.payload) > SMALL_BYTES:
+            return False
+        try:
+            line.send(Request(call.number, call.payload), timeout_s=_TELL_S)
+        except WeightSyncError:
+            self._drop(line)
+            return False
+        return True
 
     def _call(self, party: str, call: _Open) -> None:
         address = self._listener.address
@@ -80,13 +104,15 @@ class RayCalls:
         self._open.pop(party, None)
         self._under_way.pop(party, None)
         self._staying.pop(party, None)
+        self._expected.pop(party, None)
+        self._can_stay.discard(party)
 
     def answers(self, wait_s: float) -> Iterator[tuple[str, int, Sequence[bytes] | BaseException]]:
         """(party, the call's number, the answer, or what Ray raised) of calls that ended; waits at most *wait_s*."""
         now = time.monotonic()
-        for call in self._open.values():
-            if call.due:
-                wait_s = min(wait_s, max(call.due - now, 0))
+        for party, call in self._open.items():
+            if due := call.due or self._expected.get(party):
+                wait_s = min(wait_s, max(due - now, 0))
         events = self._ready.select(wait_s)
         for key, _ in events:
             if key.fileobj is self._listener:
@@ -101,6 +127,10 @@ class RayCalls:
                 del self._under_way[party]
                 yield from self._ended(party, future)
         now = time.monotonic()
+        for party in [party for party, until in self._expected.items() if until <= now]:
+            del self._expected[party]
+            if party in self._open:
+                self._call(party, self._open[party])
         for party, call in list(self._open.items()):
             if call.due and call.due <= now:
                 call.due = 0.0
@@ -108,28 +138,59 @@ class RayCalls:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError, WeightSyncError):  # it went away again, or belongs to another user
-            self._ready.register(self._listener.accept(Message, timeout_s=_TELL_S), selectors.EVENT_READ)
+            channel: Channel[Any] = self._listener.accept(Message, timeout_s=_TELL_S)  # type: ignore[arg-type]
+            self._ready.register(channel, selectors.EVENT_READ)
 
-    def _read(self, line: Channel[Message]) -> Iterator[tuple[str, int, Sequence[bytes]]]:
+    def _read(self, line: Channel[Any]) -> Iterator[tuple[str, int, Sequence[bytes]]]:
         try:
             message, _ = line.receive(timeout_s=_TELL_S)
         except WeightSyncError:
             self._drop(line)
             return
-        if message.party in self._under_way:  # else it has left
-            self._staying[message.party] = line
-        if self._is_open(message.party, message.number):
-            del self._open[message.party]
-            yield message.party, message.number, message.payloads
+        match message:
+            case Answer(party, number, replies) if party in self._actors:
+                self._can_stay.add(party)
+                if party in self._under_way:  # else it has left, or stands by, and is known to
+                    self._staying[party] = line
+                call = self._open.get(party)
+                if call is not None and call.number == number:
+                    del self._open[party]
+                    yield party, number, replies
+            case Here(party) if party in self._actors:
+                self._here(party, line)
+            case Left(party, number) if party in self._actors:
+                self._left(party, number)
 
-    def _is_open(self, party: str, number: int) -> bool:
+    def _here(self, party: str, line: Channel[Any]) -> None:
+        """A party stands by."""
+        expected = self._expected.pop(party, None) is not None
         call = self._open.get(party)
-        return call is not None and call.number == number
+        if not expected and (call is None or party in self._under_way):  # it comes late, and need not wait
+            with contextlib.suppress(WeightSyncError):
+                line.send(Request(0, b""), timeout_s=_TELL_S)
+            return
+        self._staying[party] = line
+        if call is not None and not self._send_over_line(party, call):
+            self._call(party, call)
 
-    def _drop(self, line: Channel[Message]) -> None:
+    def _left(self, party: str, number: int) -> None:
+        """A party that stood by has left."""
+        self._staying.pop(party, None)
+        call = self._open.get(party)
+        if call is None or party in self._under_way:
+            return
+        if number < call.number:
+            self._call(party, call)
+        else:
+            self._start(party, side_result, call.number)
+
+    def _drop(self, line: Channel[Any]) -> None:
         self._ready.unregister(line)
         line.close()
-        self._staying = {party: known for party, known in self._staying.items() if known is not line}
+        for party in [party for party, known in self._staying.items() if known is line]:
+            del self._staying[party]
+            if party in self._open and party not in self._under_way:  # it stood by, and is gone, as Ray will say
+                self._call(party, self._open[party])
 
     def _ended(self, party: str, future: Future[Stayed]) -> Iterator[tuple[str, int, Sequence[bytes] | BaseException]]:
         """A call over Ray returned: the actor does not stay any longer."""

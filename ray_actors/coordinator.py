@@ -40,7 +40,10 @@ class Coordinator:
     def ping(self) -> None:
         """Answers while an update runs."""
 
-    def update(self) -> UpdateReport:
+    def update(self, *, standing_by: bool = False) -> UpdateReport:
+        """*standing_by*: the actors are being called to."""
+        if standing_by:
+            self._fleet.expect()
         return self._open_session.update()
 
     def add_engine(self, actor: Any) -> UpdateReport | None:

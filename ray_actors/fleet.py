@@ -89,6 +89,10 @@ class RayFleet:
         del self.actors[party]
         self._calls.forget(party)
 
+    def expect(self) -> None:
+        """The actors are being called to stand by for an update."""
+        self._calls.expect()
+
     def send(self, party: str, number: int, payload: bytes) -> None:
         self._calls.send(party, number, payload)
 

@@ -29,6 +29,14 @@ class Side(Protocol):
 
     def result(self, number: int) -> list[bytes] | None: ...
 
+    def get_ready(self) -> None:
+        """An update is about to begin: do ahead what needs no word of it. Never raises."""
+        ...
+
+    def stand_down(self) -> None:
+        """Forget what was done ahead and not used: others may use the actor now."""
+        ...
+
 
 MakeSide = Callable[[Any, Locator, int, Side | None], Side]
 """(actor, locator, index, the side that an earlier weight sync left, if any) -> side."""
