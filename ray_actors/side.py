@@ -60,14 +60,15 @@ def open_side(actor: Any, owner: str, role: str, make: MakeSide, locator: Locato
 
 def call_side(actor: Any, role: str, payload: bytes) -> list[bytes] | None:
     """Ray may run the calls of an async or threaded actor out of order; the side's fence refuses the late ones."""
-    return _side(actor, role).call(payload)
+    return side_of(actor, role).call(payload)
 
 
 def side_result(actor: Any, role: str, number: int) -> list[bytes] | None:
-    return _side(actor, role).result(number)
+    return side_of(actor, role).result(number)
 
 
-def _side(actor: Any, role: str) -> Side:
+def side_of(actor: Any, role: str) -> Side:
+    """Raises RestartedError where there is none."""
     known = _sides.get((id(actor), role))
     if known is None:
         raise RestartedError("this actor process takes part in no weight sync: it was restarted")
