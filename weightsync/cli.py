@@ -40,17 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _doctor(file: Path, overrides: list[str], *, json: bool) -> int:
-    config = _load(file, overrides)
-    if config is None:
+    from weightsync.doctor.rendering import as_json, wrong_file
+
+    loaded = _load(file, overrides)
+    if isinstance(loaded, ConfigError):
+        if json:
+            print(as_json([wrong_file(loaded)]))
         return 2
     from weightsync.doctor.run import doctor
 
-    return doctor(config, json=json)
+    return doctor(loaded, json=json)
 
 
 def _run(file: Path, overrides: list[str], *, only_check: bool) -> int:
     config = _load(file, overrides)
-    if config is None:
+    if isinstance(config, ConfigError):
         return 2
     if only_check:
         from weightsync.pipeline.records import config_text
@@ -65,8 +69,8 @@ def _run(file: Path, overrides: list[str], *, only_check: bool) -> int:
     return run(config, Console())
 
 
-def _load(file: Path, overrides: list[str]) -> PipelineConfig | None:
-    """None where something is wrong with the file, which was said on stderr."""
+def _load(file: Path, overrides: list[str]) -> PipelineConfig | ConfigError:
+    """What is wrong with the file, where something is, was said on stderr."""
     from weightsync.pipeline.check import load
     from weightsync.pipeline.document import excerpt
 
@@ -76,4 +80,4 @@ def _load(file: Path, overrides: list[str]) -> PipelineConfig | None:
         if line := excerpt(error):
             print(line, file=sys.stderr)
         print(f"error: {error}", file=sys.stderr)
-        return None
+        return error

@@ -31,7 +31,7 @@ def pairing(e: Evidence) -> Iterator[Finding]:
     for gpu, ranks in _by_gpu(e).items():
         if any(party_of(rank) in apart for rank in ranks):
             continue
-        name = next(p.facts.gpu.name for p in ranks.values() if p.facts.gpu is not None)
+        name = next((p.facts.gpu.name for p in ranks.values() if p.facts.gpu is not None), "GPU")
         who = ", ".join(_place(rank, p) for rank, p in ranks.items())
         yield check.green(f"{who}: {'share ' if len(ranks) > 1 else ''}{gpu} ({name})")
     on_cpu = [rank for rank, p in e.processes.items() if not p.identity.gpu]
@@ -91,7 +91,7 @@ def duplicates(e: Evidence) -> Iterator[Finding]:
 def expandable_segments(e: Evidence) -> Iterator[Finding]:
     """torch's expandable segments are virtual memory, for which CUDA gives no IPC handle."""
     check = Check("gpus", "expandable segments")
-    senders = {sender for (sender, _), transport in e.transports().items() if transport == "cuda_ipc"}
+    senders = {sender for (sender, _), transport in e.transports.items() if transport == "cuda_ipc"}
     hit = [rank for rank in senders if (gpu := e.processes[rank].facts.gpu) is not None and gpu.expandable]
     if hit:
         yield check.yellow(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
 
 from weightsync.config import SyncConfig
@@ -47,7 +49,7 @@ class ActorFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Generates within a call: a module or a vllm.LLM. An AsyncLLM goes on meanwhile."""
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     config: SyncConfig = SyncConfig()
     processes: dict[str, Process] = {}
     """By rank: "trainer 0", "engine 1 rank 3"."""
@@ -80,6 +82,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         """Trainers that send something; all, as long as that is not known."""
         return {rank: process for rank, process in self.trainers.items() if self.owned.get(rank, 1)}
 
+    @cached_property
     def transports(self) -> dict[tuple[str, str], str]:
         """(trainer, engine rank) -> the transport that the config and the places lead to; "" where none fits."""
         return {

@@ -148,6 +148,8 @@ class Examination:
                 self._note(step, party, outcome)
             else:
                 answers[party] = tuple(reply for reply in outcome if isinstance(reply, kind))
+                # Ranks refuse what is older than the last weight sync that they took part in.
+                self._calls.epoch = max(self._calls.epoch, *(getattr(reply, "epoch", 0) for reply in outcome))
         return answers
 
     def _note(self, step: str, party: str, error: WeightSyncError) -> None:

@@ -114,7 +114,7 @@ def _room(e: Evidence, what: str, places: dict[str, list[str]]) -> Iterator[Find
 def shared_memory(e: Evidence) -> Iterator[Finding]:
     """/dev/shm. weightsync's own segments are anonymous and need none of it; NCCL, vLLM and torch do."""
     check = Check("memory", "/dev/shm")
-    transports = e.transports()
+    transports = e.transports
     fine = []
     for ranks in _by_machine(e).values():
         facts = e.processes[ranks[0]].facts
@@ -162,7 +162,7 @@ def needs_of(e: Evidence) -> dict[str, Need]:
     """Rank -> what it holds at most."""
     limit, config = e.config.staging_limit, e.config
     of: dict[str, set[str]] = defaultdict(set)
-    for (sender, receiver), transport in e.transports().items():
+    for (sender, receiver), transport in e.transports.items():
         of[sender].add(transport)
         of[receiver].add(transport)
     needs = {}
@@ -172,7 +172,7 @@ def needs_of(e: Evidence) -> dict[str, Need]:
             on_gpu = bool(process.identity.gpu) and transport in ("broadcast", "cuda_ipc")
             bucket = min(config.gpu_bucket if on_gpu else config.bucket, limit // _NUM_BUCKETS)
             if transport == "broadcast":
-                held = _NUM_BUCKETS * bucket
+                held = _NUM_BUCKETS * min(bucket, _model_bytes(e))
             elif rank in e.trainers:
                 owned = e.owned.get(rank, 0)
                 held = 0 if _lent(process, transport) else owned if owned <= limit else _NUM_BUCKETS * bucket
@@ -209,7 +209,7 @@ def _is_stable(e: Evidence) -> bool:
     return all(
         transport in ("shared_memory", "cuda_ipc")
         and (_lent(e.processes[sender], transport) or e.owned.get(sender, 0) <= e.config.staging_limit)
-        for (sender, _), transport in e.transports().items()
+        for (sender, _), transport in e.transports.items()
     )
 
 

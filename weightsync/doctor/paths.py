@@ -19,7 +19,7 @@ def chosen(e: Evidence) -> Iterator[Finding]:
     """Per pair the transport, and why."""
     check = Check("transports", "chosen")
     pairs: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for (sender, receiver), transport in e.transports().items():
+    for (sender, receiver), transport in e.transports.items():
         of, to = e.processes[sender], e.processes[receiver]
         pair = f"{sender} -> {receiver}"
         if transport:
@@ -54,7 +54,7 @@ def faster(e: Evidence) -> Iterator[Finding]:
     """Pairs for which there would be a faster way."""
     no_cupy = [
         f"{sender} -> {receiver}"
-        for (sender, receiver), transport in e.transports().items()
+        for (sender, receiver), transport in e.transports.items()
         if transport == "shared_memory"
         and (gpu := e.processes[sender].identity.gpu)
         and gpu == e.processes[receiver].identity.gpu
@@ -136,13 +136,13 @@ def namespaces(e: Evidence) -> Iterator[Finding]:
     """Containers: two processes under one kernel, and in one another's reach or not."""
     check = Check("transports", "namespaces")
     pairs: dict[str, list[str]] = defaultdict(list)
-    for (sender, receiver), transport in e.transports().items():
+    for (sender, receiver), transport in e.transports.items():
         if problem := _between(e.processes[sender].facts, e.processes[receiver].facts, transport):
             pairs[problem].append(f"{sender} -> {receiver}")
     for problem, who in pairs.items():
         level, found, expected, cure = _PROBLEMS[problem]
         yield check.at(level, f"{some(who)}: {found}", party=some(who), expected=expected, cure=cure)
-    if e.transports() and not pairs:
+    if e.transports and not pairs:
         yield check.green("trainers and engines of one machine reach each other's memory")
 
 
@@ -198,7 +198,7 @@ def links(e: Evidence) -> Iterator[Finding]:
 def _broadcasts(e: Evidence) -> dict[str, list[str]]:
     """Sender -> receivers that it reaches by broadcast."""
     found: dict[str, list[str]] = defaultdict(list)
-    for (sender, receiver), transport in e.transports().items():
+    for (sender, receiver), transport in e.transports.items():
         if transport == "broadcast":
             found[sender].append(receiver)
     return found

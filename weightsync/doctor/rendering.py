@@ -8,7 +8,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from weightsync.doctor.finding import LEVELS, Finding
+from weightsync.doctor.finding import LEVELS, Check, Finding
+from weightsync.errors import ConfigError
 
 _INDENT = "  "
 
@@ -37,6 +38,11 @@ def show(findings: Sequence[Finding], console: Console) -> None:
 def as_json(findings: Sequence[Finding]) -> str:
     """A list of objects with the fields of `Finding`."""
     return msgspec.json.format(msgspec.json.encode(list(findings)), indent=2).decode()
+
+
+def wrong_file(error: ConfigError) -> Finding:
+    """A file that cannot be run, for programs; people are told by the error itself."""
+    return Check("file", error.key or "file").red(str(error), cure="change what is named, in the file or the override")
 
 
 def _print(console: Console, text: Text) -> None:

@@ -10,7 +10,6 @@ import msgspec
 from rich.console import Console
 
 from weightsync.doctor.diagnosis import diagnose
-from weightsync.doctor.engines import split_cure
 from weightsync.doctor.evidence import Evidence
 from weightsync.doctor.finding import Check, Finding, exit_code
 from weightsync.doctor.rendering import as_json, show
@@ -59,7 +58,7 @@ def look_at(config: PipelineConfig, display: Display, stopping: Stopping) -> lis
         with display.stage("looking at them"):
             findings += _examine(config, fleet)
     except RunError as error:
-        findings.append(_failed_start(config, error))
+        findings.append(failed_start(error))
     finally:
         stopping.ignore()
         display.end()
@@ -97,17 +96,11 @@ def _rollouts(config: PipelineConfig, fleet: Fleet, evidence: Evidence) -> list[
     return [check.green("the trainer asks, the engines can answer" if asks else "none: the trainer has no prompts")]
 
 
-def _failed_start(config: PipelineConfig, error: RunError) -> Finding:
+def failed_start(error: RunError) -> Finding:
     """A start that failed, and what to do about it."""
+    cure = next(cure for fits, cure in _CURES if fits(error))
     party = "" if error.who in ("Ray", "model.make") else error.who
-    found, cure = split_cure(error.why)
-    for fits, advice in _CURES:
-        if fits(error):
-            found, cure = error.why, advice
-            break
-    if not cure:
-        found, cure = error.why, "mend what is named; run.log_actors=true shows what the processes print"
-    return Check("start", error.who).red(found, party=party, expected="all processes up", cure=cure)
+    return Check("start", error.who).red(error.why, party=party, expected="all processes up", cure=cure)
 
 
 def _says(*texts: str) -> Callable[[RunError], bool]:
@@ -133,6 +126,10 @@ _CURES: tuple[tuple[Callable[[RunError], bool], str], ...] = (
         "look into Ray's logs (run.log_actors=true shows what it printed); often it ran out of memory",
     ),
     (
+        lambda error: error.who == "Ray",
+        "look into Ray's logs, in /tmp/ray/session_latest/logs",
+    ),
+    (
         lambda error: error.who == "model.make",
         "mend the function that model.make names, or model.arguments",
     ),
@@ -141,7 +138,7 @@ _CURES: tuple[tuple[Callable[[RunError], bool], str], ...] = (
         "mend what trainer.class does when it is made, or trainer.arguments; run.log_actors=true shows what it prints",
     ),
     (
-        lambda error: error.who.startswith("engine"),
+        lambda error: True,
         "mend what the engine does when it is made, or engines.arguments; run.log_actors=true shows what it prints",
     ),
 )
