@@ -15,7 +15,7 @@ import msgspec
 from weightsync import messages as m
 from weightsync.calls import Calls
 from weightsync.config import SyncConfig
-from weightsync.doctor.evidence import Evidence, Process, Trouble
+from weightsync.doctor.evidence import Evidence, Process, Trouble, party_of
 from weightsync.errors import WeightSyncError
 from weightsync.interfaces import Fleet
 from weightsync.links import Links
@@ -42,11 +42,7 @@ class Examination:
         try:
             described = self._describe(trainers)
             processes = self._look(parties)
-            ready = [
-                party
-                for party in engines
-                if not any(who.startswith(f"{party} ") and p.facts.refusal for who, p in processes.items())
-            ]
+            ready = [party for party in engines if _is_ready(party, processes)]
             complete = len(described) == len(self._fleet.trainers)
             manifest = self._merge(described) if complete else None
             opened = self._open(ready, manifest) if manifest is not None else {}
@@ -95,7 +91,7 @@ class Examination:
         """Measure in one trainer and one engine, one after the other: side by side each would look slower than it is."""
         found = {}
         for parties in (self._fleet.trainers, self._fleet.engines):
-            party = next((p for p in parties if any(rank.partition(" rank ")[0] == p for rank in processes)), None)
+            party = next((p for p in parties if any(party_of(rank) == p for rank in processes)), None)
             if party is None:
                 continue
             answers = self._ask("look", {party: m.Examine(probe_bytes=_PROBE_BYTES)}, m.Examined)
@@ -143,14 +139,22 @@ class Examination:
     def _ask(self, step: str, requests: Mapping[str, m.Request], kind: type[R]) -> dict[str, tuple[R, ...]]:
         """The answers of those that gave one; the others' errors are noted."""
         answers: dict[str, tuple[R, ...]] = {}
-        for party, outcome in self._calls.outcomes(requests) if requests else ():
+        outcomes = dict(self._calls.outcomes(requests)) if requests else {}
+        for party in requests:  # in the same order each time, whoever answers first
+            outcome = outcomes[party]
             if isinstance(outcome, WeightSyncError):
                 self._note(step, party, outcome)
-            else:
-                answers[party] = tuple(reply for reply in outcome if isinstance(reply, kind))
-                # Ranks refuse what is older than the last weight sync that they took part in.
-                self._calls.epoch = max(self._calls.epoch, *(getattr(reply, "epoch", 0) for reply in outcome))
+                continue
+            answers[party] = tuple(reply for reply in outcome if isinstance(reply, kind))
+            # Ranks refuse what is older than the last weight sync that they took part in.
+            self._calls.epoch = max(self._calls.epoch, *(getattr(reply, "epoch", 0) for reply in outcome))
         return answers
 
     def _note(self, step: str, party: str, error: WeightSyncError) -> None:
         self._troubles.append(Trouble.of(step, party, error))
+
+
+def _is_ready(engine: str, processes: Mapping[str, Process]) -> bool:
+    """Whether the engine's ranks answered, and none refuses an update."""
+    ranks = [process for rank, process in processes.items() if party_of(rank) == engine]
+    return bool(ranks) and not any(process.facts.refusal for process in ranks)
