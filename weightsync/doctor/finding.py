@@ -21,9 +21,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     topic: str
     check: str
     level: Level
-    found: str
     party: str = ""
     """ "trainer 0", "engine 1 rank 3", several of them, or "" for the whole."""
+    found: str
     expected: str = ""
     cure: str = ""
     """What to change; there is one unless the finding is green."""

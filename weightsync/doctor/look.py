@@ -31,6 +31,7 @@ _DISTRIBUTIONS = {
 _TRANSPORTS = ("shared_memory", "cuda_ipc")
 _REPEATS = 3
 _GPU_PROBE_FACTOR = 16
+_LEAST_PROBE_BYTES = 16 << 20
 
 
 def look(
@@ -185,7 +186,7 @@ def _refusal(adapter: Any) -> str:
 # ---- the probe ------------------------------------------------------------------------------------------------------
 
 
-def _rates(device: torch.device, nbytes: int) -> Rates:
+def _rates(device: torch.device, nbytes: int) -> Rates | None:
     if device.type == "cuda":
         rates = _gpu_rates(device, nbytes * _GPU_PROBE_FACTOR)
         torch.cuda.empty_cache()
@@ -198,9 +199,11 @@ def _rates(device: torch.device, nbytes: int) -> Rates:
     )
 
 
-def _gpu_rates(device: torch.device, nbytes: int) -> Rates:
-    """Copies only: on a GPU a digest goes along with the copy at its pace."""
+def _gpu_rates(device: torch.device, nbytes: int) -> Rates | None:
+    """Copies only: on a GPU a digest goes along with the copy at its pace. None where there is no room for a probe."""
     nbytes = min(nbytes, torch.cuda.mem_get_info(device)[0] // 4)
+    if nbytes < _LEAST_PROBE_BYTES:
+        return None
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
 
