@@ -60,7 +60,7 @@ def _run(config: PipelineConfig, display: Display, stopping: Stopping) -> None:
     display.say(config_text(config).rstrip())
     records = Records(Path(config.run.out).expanduser(), config)
     with display.stage("model"):
-        model = _model(config)
+        model = model_path(config)
     fleet = Fleet(config)
     sync: WeightSync | None = None
     try:
@@ -83,7 +83,7 @@ def _run(config: PipelineConfig, display: Display, stopping: Stopping) -> None:
     display.say(f"records: {records.out}")
 
 
-def _model(config: PipelineConfig) -> str | None:
+def model_path(config: PipelineConfig) -> str | None:
     """The model's path or name; made first, where the file says how."""
     model = config.model
     if isinstance(model, ModelMaker):
