@@ -65,5 +65,11 @@ class ModuleSide(EngineSide):
         self._settle(call.request, replies)
         return self._encode(call.request, replies)
 
+    def get_ready(self) -> None:
+        self._rank.get_ready()
+
+    def stand_down(self) -> None:
+        self._rank.stand_down()
+
     def discard(self) -> None:
         self._rank.discard()

@@ -80,9 +80,11 @@ class EngineSide(ABC):
     def result(self, number: int) -> list[bytes] | None:
         raise AssertionError("this engine answers at once")
 
-    def get_ready(self) -> None: ...  # noqa: B027 - nothing takes long enough
+    def get_ready(self) -> None:  # noqa: B027 - vLLM's workers are told by messages alone
+        pass
 
-    def stand_down(self) -> None: ...  # noqa: B027
+    def stand_down(self) -> None:  # noqa: B027
+        pass
 
     def discard(self) -> None:  # noqa: B027 - vLLM's workers end with their engine
         """Another engine has taken this one's place."""
