@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,8 @@ class ReceivingEnd:
 
     def __init__(self, model: torch.nn.Module, context: LinkContext, address: bytes, manifest: Manifest) -> None:
         self._manifest, self._verify = manifest, context.digest
-        adapter = TorchModuleAdapter(model)
+        self._adapter = adapter = TorchModuleAdapter(model)
+        context = replace(context, device=str(adapter.device))
         load_map = adapter.load_map(manifest)
         self._table = GroupTable.of(manifest, load_map.groups)
         self._direct = DirectApply(adapter, load_map, mode="auto", audit_every=10)
@@ -57,6 +59,7 @@ class ReceivingEnd:
         way = self._direct.plan(sets=self._receiver.sends_sets)
         receiving = Background(lambda: self._drain(coalescer, version), name="receive")
         self._direct.apply(way, coalescer, verify=self._verify)
+        self._adapter.synchronize()
         receiving.join(_TIMEOUT_S)
         receiving.result()
         coalescer.wait_whole()

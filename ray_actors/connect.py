@@ -147,25 +147,25 @@ class WeightSync:
         """
         retries = self.config.retries  # the coordinator counts those of which it is not the cause
         while True:
-            standing_by = self._have_stand_by()
+            standing_by: list[Any] = []
             try:
-                report: UpdateReport = self._call("update", standing_by=bool(standing_by))
+                report: UpdateReport = self._call("update", standing_by=self._have_stand_by(standing_by))
                 return report
             except CoordinatorLostError:
                 if retries == 0:
                     raise
                 retries -= 1
-            finally:
+            except BaseException:
                 _look_away(standing_by)
+                raise
 
-    def _have_stand_by(self) -> list[Any]:
+    def _have_stand_by(self, refs: list[Any]) -> bool:
         """Call the actors, while the coordinator is called: what was asked of them before is done before the update."""
-        if self._coordinator is None:
-            return []
         parties = [("trainer", actor) for actor in self._trainers] + [("engine", actor) for actor in self._engines]
-        if len(parties) > _MOST_STANDING_BY:
-            return []
-        return [actor.__ray_call__.remote(stand_by, role) for role, actor in parties]
+        if self._coordinator is None or len(parties) > _MOST_STANDING_BY:
+            return False
+        refs += [actor.__ray_call__.remote(stand_by, role) for role, actor in parties]
+        return True
 
     async def update_async(self) -> UpdateReport:
         """`update` for async code."""

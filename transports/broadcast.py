@@ -77,13 +77,13 @@ class BroadcastSender(SenderTransport):
         """Over NCCL: plan the buckets, and start to digest what is in them."""
         self._is_begun = False
         payloads = self._payloads
-        if not isinstance(payloads, NcclGroup) or not can_plan(tensors, payloads.device):
+        if not isinstance(payloads, NcclGroup) or not can_plan(tensors, payloads.bucket(0).device):
             self._planned = None
             return
         torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
         if self._planned is None or not self._planned.is_of(tensors):
             buckets = [payloads.bucket(i) for i in range(payloads.num_buckets)]
-            self._planned = PlannedBuckets(tensors, buckets, payloads.device)
+            self._planned = PlannedBuckets(tensors, buckets, buckets[0].device)
         if self.context.digest:
             self._planned.start()
         self._is_begun = True

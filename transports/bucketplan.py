@@ -69,8 +69,8 @@ class PlannedBuckets:
         self._reads.start(digest=True)
 
     def fill(self, number: int) -> torch.Tensor:
-        """Put the bytes into a bucket that is free; returns what is to be sent."""
-        self._fills[number].run(digest=False)
+        """Begin to put the bytes into a bucket that is free, on this package's stream; returns what is to be sent."""
+        self._fills[number].start(digest=False)
         return self.payloads[number]
 
     def tell(self, version: int, manifest_digest: str, *, digest: bool) -> BucketPlan:

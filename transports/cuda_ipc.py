@@ -17,7 +17,7 @@ for its own kernels before it sends the message that the other waits for.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -32,7 +32,7 @@ from weightsync.digest import ContentDigest
 from weightsync.errors import TransportError
 from weightsync.interfaces import LinkContext, Transfer, TransferStats
 from weightsync.manifest import TensorMeta
-from weightsync.transports.exports import Exports, Item, Items, Layout, Segment, samples
+from weightsync.transports.exports import Exported, Exports, Item, Items, Layout, Segment, samples
 from weightsync.transports.handles import Ack, Chunk, End, Forget, HandleReceiver, HandleSender, Hello
 from weightsync.weightset import SetDigests, SetLayout, WeightSet
 
@@ -80,6 +80,8 @@ class CudaIpcSender(HandleSender):
         self._memory = self.memory_kind(torch.device(context.device))
         self._probe: torch.Tensor | None = None
         self._exports = Exports(self._memory, self._tell)
+        self._head_start: Exported | None = None
+        """The layout that is being digested, before it was seen to hold."""
         self._begun: tuple[list[Item], list[Item]] | None = None
         """The version that comes, sorted, where the digests of the layout's tensors have been started."""
         self._stage: tuple[int, torch.Tensor] | None = None
@@ -133,18 +135,35 @@ class CudaIpcSender(HandleSender):
 
     # ---- the trainer's own memory -----------------------------------------------------------------------------
 
+    def head_start(self, held: Mapping[str, torch.Tensor]) -> None:
+        """Start to digest the weights that lie where they did, while nobody waits for it yet."""
+        layout = self._exports.layout
+        self._head_start = (
+            layout
+            if self.context.digest
+            and layout is not None
+            and all(name in held and held[name].data_ptr() == address for name, address in layout.addresses.items())
+            else None
+        )
+        if self._head_start is not None:
+            with self._memory.bound():
+                self._memory.synchronize()  # whoever made the weights, on whichever stream, is done
+                self._head_start.reads.start(digest=True)
+
     def begin(self, tensors: Sequence[Item]) -> None:
-        """Look through the weights, and start to digest those that lie where they did, while nobody waits for it yet."""
+        """Look through the weights, for `send`."""
         self._begun = None  # of a transfer that went over other links only
+        started, self._head_start = self._head_start, None
         if self._exports.layout is None:
             return
         with self._memory.bound():
-            self._memory.synchronize()  # whoever made the weights, on whichever stream, is done
             found, rest = self._exports.sort(tensors)
-            if self._exports.layout is not None and self._exports.layout.holds(found):
+            layout = self._exports.layout
+            if layout is not None and layout.holds(found):
                 self._begun = found, rest
-                if self.context.digest:
-                    self._exports.layout.reads.start(digest=True)
+                if self.context.digest and layout is not started:
+                    self._memory.synchronize()
+                    layout.reads.start(digest=True)
 
     def _send_set(self, transfer: Transfer, tensors: Items, content: ContentDigest) -> list[Item]:
         """Announce what can be read where it lies; returns the rest."""
@@ -233,7 +252,7 @@ class CudaIpcSender(HandleSender):
     def close(self) -> None:
         self.abort()
         self._buckets.clear()
-        self._begun = self._exports.layout = None
+        self._begun = self._head_start = self._exports.layout = None
         self._stage = self._probe = None
 
 

@@ -20,7 +20,7 @@ import torch
 
 from weightsync.background import Background
 from weightsync.cuda.memory import GpuMemory
-from weightsync.cuda.moves import Moves
+from weightsync.cuda.moves import Moves, stream_of
 from weightsync.errors import TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.interfaces import LinkContext
 from weightsync.ranks import SENDER
@@ -159,11 +159,13 @@ class NcclGroup:
                 TURNS.give(str(self.device), self._token)
 
     def start(self, payload: torch.Tensor, what: str) -> Flight:
-        """Collective: begin to broadcast *payload* from rank 0; its bytes must be in place."""
+        """Collective: begin to broadcast *payload* from rank 0; its bytes must be in place when this package's stream has
+        done what it was given."""
         self._gloo.check()
         with self._ends_on_error():
             comm, stream = self._of_live(), self._stream
             assert stream is not None
+            stream.wait_stream(stream_of(self.device))
             comm.broadcast(payload.data_ptr(), payload.numel(), root=SENDER, stream=stream)
             self._in_flight += 1
             self._settle(what)

@@ -23,7 +23,7 @@ import torch
 
 from weightsync.assembly import GroupAssembly, Loan
 from weightsync.chunk import Piece, WeightChunk
-from weightsync.cuda.moves import Move, run_flat
+from weightsync.cuda.moves import run_flat
 from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_view
 from weightsync.errors import DigestError, IncompleteUpdateError, ManifestError, WeightSyncError
 from weightsync.grouptable import GroupTable
@@ -219,16 +219,17 @@ class Coalescer(GroupAssembly):
         for pieces in self._batches(chunk):
             places = [self._place(piece, meta, chunk, loan) for piece, meta in pieces]
             sources = [chunk.payload[piece.offset : piece.offset + piece.nbytes] for piece, _ in pieces]
-            moves: list[Move] = [
-                (source, place if place is not None and place.device == source.device else None)
-                for source, place in zip(sources, places, strict=True)
-            ]
+            staged = [(place, source) for place, source in zip(places, sources, strict=True) if place is not None]
+            if staged:
+                torch._foreach_copy_([place for place, _ in staged], [source for _, source in staged])
             digests: list[int] = []
-            if self._verify or any(place is not None for _, place in moves):
-                digests = run_flat(moves, chunk.payload.device, digest=self._verify).tolist()
-            for i, ((piece, meta), place) in enumerate(zip(pieces, places, strict=True)):
-                if place is not None and moves[i][1] is None:
-                    place.copy_(sources[i])
+            if (
+                self._verify
+            ):  # a transport's buckets stay where they are, so this is compiled once; it comes after the copies
+                digests = run_flat([(source, None) for source in sources], chunk.payload.device, digest=True).tolist()
+            elif staged:
+                torch.cuda.current_stream(chunk.payload.device).synchronize()
+            for i, (piece, meta) in enumerate(pieces):
                 self._verify_piece(piece, digests[i] if self._verify else None)
                 self._account(piece, meta, chunk)
 

@@ -69,8 +69,8 @@ class TransferStats:
 class SenderTransport(ABC):
     """The trainer's end of the links from one sender rank to all its receivers.
 
-    Calls come in the order look, open, connect, (begin, send, finish)*, close; all but `abort` from one thread at a time.
-    `look` and `begin` are left out where the tensors are not held.
+    Calls come in the order look, open, connect, (head_start, begin, send, finish)*, close; all but `abort` from one thread
+    at a time. `look`, `head_start` and `begin` are left out where the tensors are not held.
     """
 
     name: ClassVar[str]
@@ -95,6 +95,9 @@ class SenderTransport(ABC):
         Raises:
             TransportError: a receiver did not come; the message says which.
         """
+
+    def head_start(self, held: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 - most have nothing to do
+        """Before `begin`: these are there, by name, and have not been looked at yet. Start what can be thrown away."""
 
     def begin(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:  # noqa: B027 - most have nothing to do
         """Before `send`, where they are held: the tensors that it will be given. Start what takes time and waits for nobody."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -175,11 +175,15 @@ class SenderRank:
         """Check the weights; where they exist all at once, let the transports begin."""
         if source.device.type == "cuda":
             torch.cuda.synchronize(source.device)  # what the trainer computed, on whichever stream
-        source.check(manifest, self._names)
+        source.check(manifest, self._names, self._give_head_start)
         self._held = list(source.tensors(manifest, self._names)) if source.held else None
         if self._held is not None:
             for transport in self._links.values():
                 transport.begin(self._held)
+
+    def _give_head_start(self, held: Mapping[str, torch.Tensor]) -> None:
+        for transport in self._links.values():
+            transport.head_start(held)
 
     def get_ready(self) -> None:
         """Look through the weights ahead of `Prepare`; until that comes, or `stand_down`, they must stay as they are.

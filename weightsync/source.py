@@ -102,10 +102,16 @@ class TrainerSource:
                 metas.append(meta)
         return Manifest(tuple(metas), aliases)
 
-    def check(self, manifest: Manifest, names: tuple[str, ...]) -> None:
+    def check(
+        self,
+        manifest: Manifest,
+        names: tuple[str, ...],
+        seen: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+    ) -> None:
         """Compare what the rank holds with what it announced, where that is known before the tensors are made.
 
-        Never collective. What was checked is what the next `tensors` sends.
+        Never collective. What was checked is what the next `tensors` sends. *seen* is called before with all that is
+        `held`, by name.
 
         Raises:
             ManifestError: naming the first tensor that is gone, new or changed.
@@ -115,6 +121,8 @@ class TrainerSource:
         pairs, lazy = self._look()
         if not lazy:
             held = dict(pairs)
+            if seen is not None and self._held:
+                seen(held)
             self._compare(manifest, names, held)
             self._checked = _Checked(manifest, names, held)
 

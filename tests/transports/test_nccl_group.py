@@ -211,6 +211,8 @@ class FakeStream:
 
     def synchronize(self) -> None: ...
 
+    def wait_stream(self, stream: object) -> None: ...
+
 
 class FakeEvent:
     def record(self, stream: FakeStream) -> None:
@@ -289,6 +291,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
         "Moves": FakeMoves,
         "GpuMemory": FakeMemory,
         "_streams": FakeStreams(),
+        "stream_of": lambda device: None,
     }.items():
         monkeypatch.setattr(nccl_group, name, fake)
     monkeypatch.setattr(backend, "nccl_version", lambda: "2.30.7")

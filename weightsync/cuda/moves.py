@@ -45,6 +45,7 @@ class Moves:
         self._device = device
         self._moves: Sequence[Move] = ()
         self._done: Any = None
+        self._found_on_cpu: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(0, dtype=np.uint64)
         if device.type == "cpu":
             self._moves = moves
             return
@@ -68,6 +69,7 @@ class Moves:
         """Launch on this package's stream of the device and return; what the current stream was given before comes first."""
         self._digest = digest
         if self._device.type == "cpu":
+            self._found_on_cpu = self._run_on_cpu()
             return
         stream = stream_of(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -86,7 +88,7 @@ class Moves:
     def result(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Wait for the last `start`; one digest a move, zeros where it was not to digest."""
         if self._device.type == "cpu":
-            return self._run_on_cpu()
+            return self._found_on_cpu
         self._done.synchronize()
         if not self._digest:
             return np.zeros(self.count, dtype=np.uint64)
@@ -202,7 +204,20 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _cupy_stream(stream: torch.cuda.Stream) -> Any:
-    return import_cupy().cuda.ExternalStream(stream.cuda_stream, stream.device_index)
+    cuda = import_cupy().cuda
+    if hasattr(cuda.Stream, "from_external"):  # cupy 14
+        return cuda.Stream.from_external(_External(stream.cuda_stream))
+    return cuda.ExternalStream(stream.cuda_stream, stream.device_index)
+
+
+class _External:
+    """A stream as cupy takes it from others."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
 
 
 @cache
