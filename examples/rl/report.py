@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.rl.verdict import Row, Verdict
-from weightsync.pipeline.records import finite
+from weightsync.flightrecord import finite
 
 SUMMARY_FILE = "summary.json"
 PLOT_FILE = "reward_and_gap.png"

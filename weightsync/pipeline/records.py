@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from weightsync.flightrecord import FlightRecord, line_of, line_of_failure
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.document import dump
 from weightsync.report import UpdateReport
@@ -38,48 +37,18 @@ class Records:
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.job = out, submission_id()
         (out / "config.yaml").write_text(config_text(config), encoding="utf-8")
-        self._metrics, self._updates = out / "metrics.jsonl", out / "updates.jsonl"
-        for file in (self._metrics, self._updates):
-            file.write_text("")
+        self._metrics, self._updates = FlightRecord(out / "metrics.jsonl"), FlightRecord(out / "updates.jsonl")
+        for record in (self._metrics, self._updates):
+            record.path.write_text("")
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step: its number, the version that its rollouts came from, seconds, and the trainer's metrics."""
-        self._append(self._metrics, record)
+        self._metrics.add({**record, "job": self.job})
 
     def update(self, step: int, report: UpdateReport) -> None:
         """An update that committed."""
-        told = msgspec.to_builtins(report)
-        del told["load"]
-        self._append(self._updates, {"ok": True, "step": step, "gb_per_s": report.gb_per_s, **told})
+        self._updates.add({"step": step, **line_of(report), "job": self.job})
 
     def failure(self, step: int, error: BaseException, *, seconds: float, why: str) -> None:
-        """An update that failed; `culprit` is the rank that the error names, where it names one."""
-        self._append(
-            self._updates,
-            {
-                "ok": False,
-                "step": step,
-                "version": None,
-                "seconds": seconds,
-                "error": type(error).__name__,
-                "message": why,
-                "culprit": getattr(error, "rank", None),
-                "phase": getattr(error, "phase", None),
-            },
-        )
-
-    def _append(self, file: Path, record: Mapping[str, Any]) -> None:
-        line = {**record, "time": time.time(), "job": self.job}
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(finite(line), allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN; null says as plainly that there is no number."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+        """An update that failed."""
+        self._updates.add({"step": step, **line_of_failure(error, seconds=seconds, why=why), "job": self.job})

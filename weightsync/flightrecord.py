@@ -1,0 +1,65 @@
+"""The flight record: a JSON line for each update, whether it committed or failed."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weightsync.errors import WeightSyncError
+from weightsync.report import UpdateReport
+
+
+def line_of(report: UpdateReport) -> dict[str, Any]:
+    """Of an update that committed: the report, without what each says again about the load."""
+    told: dict[str, Any] = msgspec.to_builtins(report)
+    del told["load"]
+    return {"ok": True, "gb_per_s": report.gb_per_s, **told}
+
+
+def line_of_failure(error: BaseException, *, seconds: float, why: str | None = None) -> dict[str, Any]:
+    """Of an update that failed; `culprit` is the rank that the error names, where it names one.
+
+    Args:
+        why: the explanation, where the caller has a better one than the error's text.
+    """
+    attempts = error.attempts if isinstance(error, WeightSyncError) else ()
+    return {
+        "ok": False,
+        "version": None,
+        "seconds": seconds,
+        "error": type(error).__name__,
+        "message": str(error) if why is None else why,
+        "culprit": getattr(error, "rank", None),
+        "phase": getattr(error, "phase", None),
+        "attempts": msgspec.to_builtins(attempts),
+    }
+
+
+class FlightRecord:
+    """A file that lines are added to; each is on disk when the call returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Raises OSError where the file cannot be written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(finite({**line, "time": time.time()}), allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN; null says as plainly that there is no number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
