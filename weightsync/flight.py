@@ -141,11 +141,18 @@ class Flight:
         if machine is None:
             return Progress(phase="connect", seconds=now - self._zero)
         engines = {}
-        for party, (nbytes, groups) in self._live.copy().items():
+        for party in self._num_groups:
+            if party not in self._live:
+                continue
+            nbytes, groups = self._live[party]
             part = self._parts[party].get("transfer")
             seconds = (part.answered or now) - part.asked if part is not None else 0.0
             engines[party] = EngineProgress(
-                nbytes=nbytes, groups=groups, num_groups=self._num_groups[party], seconds=seconds
+                nbytes=nbytes,
+                of_nbytes=self._nbytes * len(self._ranks[party]),
+                groups=groups,
+                num_groups=self._num_groups[party],
+                seconds=seconds,
             )
         return Progress(
             version=machine.version,

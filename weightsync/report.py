@@ -104,6 +104,8 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far the transfer to an engine is, all its ranks together."""
 
     nbytes: int
+    of_nbytes: int
+    """What comes to all its ranks, where each gets the whole model."""
     groups: int
     """Module groups that are whole on every rank."""
     num_groups: int

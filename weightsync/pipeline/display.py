@@ -1,20 +1,25 @@
-"""What a run shows: a table that grows, live on a terminal, plain aligned lines elsewhere."""
+"""What a run shows: a table that grows, live on a terminal with the update under way, plain aligned lines elsewhere."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
-from weightsync.report import UpdateReport
+from weightsync.report import Progress, UpdateReport
 
 _MAX_METRICS = 6
+_MAX_ENGINES = 8
+_LOOK_S = 0.25
 
 
 class Display:
@@ -52,8 +57,33 @@ class Display:
             if self._live is None:
                 self._live = Live(console=self._console, refresh_per_second=4)
                 self._live.start()
-            spinner = Spinner("dots", text=what)
-            self._live.update(Group(self._table, spinner) if self._table is not None else spinner)
+            self._show(Spinner("dots", text=what))
+
+    @contextmanager
+    def following(self, look: Callable[[], Progress | None]) -> Iterator[None]:
+        """While an update runs: how far it is, as *look* tells now and then, on a thread of its own that has ended
+        afterwards. Elsewhere than on a terminal nobody looks."""
+        if self._live is None:
+            yield
+            return
+        over = threading.Event()
+
+        def follow() -> None:
+            while not over.wait(_LOOK_S):
+                if (progress := look()) is not None and not over.is_set():
+                    self._show(Group(Spinner("dots", text=f"{self.at}: {_headline(progress)}"), engine_table(progress)))
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _show(self, below: RenderableType) -> None:
+        if self._live is not None:
+            self._live.update(Group(self._table, below) if self._table is not None else below)
 
     def row(
         self, step: int, version: int, metrics: Mapping[str, float], seconds: float, update: UpdateReport | None
@@ -94,3 +124,26 @@ class Display:
 
     def _line(self, texts: tuple[str, ...]) -> None:
         self.say("  ".join(text.rjust(width) for text, width in zip(texts, self._widths, strict=True)))
+
+
+def _headline(progress: Progress) -> str:
+    to = "" if progress.version is None else f"to version {progress.version}, "
+    return f"{to}{progress.phase}, {progress.seconds:.1f} s"
+
+
+def engine_table(progress: Progress) -> Table:
+    """A line an engine: how much has come, how fast, how many module groups are whole."""
+    table = Table.grid(padding=(0, 2))
+    for i, (engine, at) in enumerate(progress.engines.items()):
+        if i == _MAX_ENGINES:
+            table.add_row(f"and {len(progress.engines) - i} more")
+            break
+        speed = decimal(round(at.nbytes / at.seconds)) if at.seconds else "0 bytes"
+        table.add_row(
+            engine,
+            ProgressBar(total=max(at.of_nbytes, 1), completed=at.nbytes, width=24),
+            f"{decimal(at.nbytes)} of {decimal(at.of_nbytes)}",
+            f"{speed}/s",
+            f"{at.groups} of {at.num_groups} groups",
+        )
+    return table
