@@ -94,4 +94,4 @@ def write_timeline(past: Path, to: Path, *, last: int = 0) -> None:
     """Of the *last* updates, 0: all. Raises as `write_report`."""
     from weightsync.pipeline.timeline import timeline
 
-    to.write_text(json.dumps(timeline(read_past(past), last=last), allow_nan=False), encoding="utf-8")
+    to.write_bytes(msgspec.json.encode(timeline(read_past(past), last=last)))
