@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from weightsync.cli import main
@@ -17,6 +18,7 @@ from weightsync.pipeline.charts import nice_ticks
 from weightsync.pipeline.page import page
 from weightsync.pipeline.past import Past, UpdateLine, read_past
 from weightsync.pipeline.timeline import timeline
+from weightsync.report import Attempt
 
 RANKS = ["trainer 0", "engine 0 rank 0", "engine 1 rank 0"]
 
@@ -178,6 +180,15 @@ def test_a_page_of_many_steps_stays_small_and_of_none_says_so() -> None:
 )
 def test_ticks_are_round_and_hold_the_values(low: float, high: float, ticks: list[float]) -> None:
     assert nice_ticks(low, high) == ticks
+
+
+def test_the_line_in_the_documentation_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    line = json.loads(text.split("```json\n")[1].split("```")[0])
+    (attempt,) = msgspec.convert(line, UpdateLine).attempts
+    assert attempt.links[0].receivers == ("engine 0 rank 0", "engine 1 rank 0")
+    for data, kind in ((line, UpdateLine), (line["attempts"][0], Attempt)):
+        assert data.keys() - {"job"} <= {field.name for field in msgspec.structs.fields(kind)}
 
 
 # The command line

@@ -79,6 +79,11 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
             assert tags <= set(EXPORTED[names[0]].tags), target["expr"]
 
 
+def test_the_documentation_lists_every_metric_and_no_other() -> None:
+    listed = set(re.findall(r"`(ray_weightsync_\w+)`", (ROOT / "docs" / "observability.md").read_text()))
+    assert listed == {metric.exported[0].removesuffix("_bucket") for metric in METRICS}
+
+
 def test_a_record_that_cannot_be_written_does_not_fail_the_update(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
