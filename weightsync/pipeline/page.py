@@ -13,12 +13,12 @@ from typing import Any, Literal
 import jinja2
 from markupsafe import Markup
 
+from weightsync.pipeline.anatomy import PHASES, anatomy, named
 from weightsync.pipeline.charts import Bar, bar_chart, line_chart
+from weightsync.pipeline.numbers import percent, short, size, speed, took, when, whole
 from weightsync.pipeline.past import Past, StepLine, UpdateLine
-from weightsync.report import Attempt, Span
 
-PHASES = ("connect", "prepare", "transfer", "apply", "commit", "abort")
-_MAX_ROWS, _MAX_LANES, _MAX_FAILURES = 200, 16, 50
+_MAX_ROWS, _MAX_FAILURES = 200, 50
 _COLUMNS = ("step", "version", "time", "pause", "GB/s", *PHASES[:5], "changed", "transport", "notes")
 
 
@@ -69,11 +69,11 @@ def page(past: Past) -> str:
         tiles=_tiles(past),
         failures=list(_failures(past)),
         sections=[_Section("Updates over time", _update_figures(updates)), _Section("Training", _step_figures(past))],
-        anatomy=_anatomy(updates),
+        anatomy=anatomy(updates),
         columns=_COLUMNS,
         rows=[_row(update) for update in updates[-_MAX_ROWS:]],
         left_out=max(len(updates) - _MAX_ROWS, 0),
-        footer=f"weightsync report, written {_when(time.time())}",
+        footer=f"weightsync report, written {when(time.time())}",
     )
 
 
@@ -94,21 +94,21 @@ def _outcome(past: Past) -> _Outcome:
         return _Outcome("bad" if failed else "good", f"{failed} of {len(past.updates)} updates failed")
     if run.ended is None:
         return _Outcome("open", "no end is recorded: the run goes on, or was killed")
-    took = _took(run.ended - run.started)
+    lasted = took(run.ended - run.started)
     match run.exit_code:
         case 0:
-            return _Outcome("good", f"finished in {took}")
+            return _Outcome("good", f"finished in {lasted}")
         case 130 | 143:
-            return _Outcome("open", f"after {took}: {run.last_line}")
+            return _Outcome("open", f"after {lasted}: {run.last_line}")
         case code:
-            return _Outcome("bad", f"failed after {took}, exit code {code}: {run.last_line.removeprefix('error: ')}")
+            return _Outcome("bad", f"failed after {lasted}, exit code {code}: {run.last_line.removeprefix('error: ')}")
 
 
 def _facts(past: Past) -> list[str]:
     run = past.run
     if run is None:
         return []
-    facts = [f"began {_when(run.started)}", *([run.host] if run.host else []), *([f"job {run.job}"] if run.job else [])]
+    facts = [f"began {when(run.started)}", *([run.host] if run.host else []), *([f"job {run.job}"] if run.job else [])]
     return facts + [f"{name} {version}" for name, version in run.versions.items()]
 
 
@@ -121,16 +121,16 @@ def _tiles(past: Past) -> list[_Tile]:
     tiles.append(_Tile("updates failed", str(len(past.updates) - len(done))))
     if done:
         tiles += [
-            _Tile("time of an update, median", _took(median(update.seconds for update in done))),
-            _Tile("engines paused in it, median", _took(median(update.pause_s for update in done))),
-            _Tile("throughput, median", _speed(median(update.gb_per_s for update in done))),
-            _Tile("model", _size(done[-1].nbytes)),
+            _Tile("time of an update, median", took(median(update.seconds for update in done))),
+            _Tile("engines paused in it, median", took(median(update.pause_s for update in done))),
+            _Tile("throughput, median", speed(median(update.gb_per_s for update in done))),
+            _Tile("model", size(done[-1].nbytes)),
         ]
-        if (whole := _wall(past)) > 0:
-            tiles.append(_Tile("of all time paused", _percent(sum(update.pause_s for update in done) / whole)))
+        if (wall := _wall(past)) > 0:
+            tiles.append(_Tile("of all time paused", percent(sum(update.pause_s for update in done) / wall)))
     rewards = [value for step in past.steps if (value := step.metrics.get("reward")) is not None]
     if rewards:
-        tiles.append(_Tile("reward, first and last", f"{_short(rewards[0])} → {_short(rewards[-1])}"))
+        tiles.append(_Tile("reward, first and last", f"{short(rewards[0])} → {short(rewards[-1])}"))
     return tiles
 
 
@@ -155,25 +155,19 @@ def _failures(past: Past) -> Iterable[_Failure]:
         if not update.ok:
             told += 1
             yield _Failure(
-                f"{_named(update)} failed: {update.error}", update.message or "", update.culprit, update.phase
+                f"{named(update)} failed: {update.error}", update.message or "", update.culprit, update.phase
             )
         retried = [attempt for attempt in update.attempts if attempt.error is not None]
         for attempt in retried if update.ok else retried[:-1]:
             told += 1
-            title = f"{_named(update)}: an attempt failed and was made again: {attempt.error}"
+            title = f"{named(update)}: an attempt failed and was made again: {attempt.error}"
             yield _Failure(title, attempt.message or "", attempt.culprit, attempt.phase, mild=True)
         for engine, why in update.poisoned.items():
             told += 1
-            yield _Failure(f"{_named(update)}: {engine} was poisoned", why, engine)
+            yield _Failure(f"{named(update)}: {engine} was poisoned", why, engine)
         for engine in update.lost:
             told += 1
-            yield _Failure(f"{_named(update)}: {engine} was lost; the others went on", "", engine, mild=True)
-
-
-def _named(update: UpdateLine) -> str:
-    if update.step is not None:
-        return f"Update after step {update.step}"
-    return f"Update to version {update.version}" if update.version is not None else f"Update at {_when(update.time)}"
+            yield _Failure(f"{named(update)}: {engine} was lost; the others went on", "", engine, mild=True)
 
 
 # ---- in charts ------------------------------------------------------------------------------------------------------
@@ -185,27 +179,27 @@ def _update_figures(updates: Sequence[UpdateLine]) -> list[_Figure]:
     for i, update in enumerate(updates):
         parts = _phases(update)
         kinds |= dict.fromkeys(parts)
-        told = ", ".join(f"{phase} {_took(seconds)}" for phase, seconds in parts.items())
+        told = ", ".join(f"{phase} {took(seconds)}" for phase, seconds in parts.items())
         outcome = f"version {update.version}" if update.ok else f"failed ({update.error})"
-        title = f"{_named(update)}: {outcome}, {_took(update.seconds)}: {told}"
+        title = f"{named(update)}: {outcome}, {took(update.seconds)}: {told}"
         label = f"step {update.step}" if update.step is not None else f"update {i + 1}"
         bars.append(Bar(label, parts, not update.ok, title))
     done = [(update.step if update.step is not None else i, update) for i, update in enumerate(updates) if update.ok]
-    phases = bar_chart(bars, name="time by phase", tell=_took)
+    phases = bar_chart(bars, name="time by phase", tell=took)
     legend = tuple(phase for phase in PHASES if phase in kinds)
     shares = [(step, update.pause_s / update.seconds if update.seconds else None) for step, update in done]
     speeds = [(step, update.gb_per_s) for step, update in done]
     figures = [
         _Figure("Update time by phase", "each bar an update; ✕ failed", phases, legend),
-        _line("Pause share", "of an update's time in which engines did not generate", shares, _percent),
-        _line("Throughput", "model bytes over the whole update's time", speeds, _speed),
+        _line("Pause share", "of an update's time in which engines did not generate", shares, percent),
+        _line("Throughput", "model bytes over the whole update's time", speeds, speed),
     ]
     changed = [
         (step, update.changed_values / update.total_values)
         for step, update in done
         if update.changed_values is not None and update.total_values
     ]
-    figures.append(_line("Values changed", "by the training between two updates", changed, _percent))
+    figures.append(_line("Values changed", "by the training between two updates", changed, percent))
     return [figure for figure in figures if figure.svg]
 
 
@@ -224,17 +218,17 @@ def _step_figures(past: Past) -> list[_Figure]:
     names = dict.fromkeys(name for step in past.steps for name in step.metrics)
     ordered = sorted(names, key=lambda name: name != "reward")  # the reward first, the others as they are
     figures = [
-        _line(name, "by step", [(step.step, step.metrics.get(name)) for step in past.steps], _short) for name in ordered
+        _line(name, "by step", [(step.step, step.metrics.get(name)) for step in past.steps], short) for name in ordered
     ]
     figures.insert(
         1 if "reward" in names else 0,
-        _line("Staleness", "training steps by which the sampled weights lay behind", _staleness(past), _whole),
+        _line("Staleness", "training steps by which the sampled weights lay behind", _staleness(past), whole),
     )
     for title, seconds in (
         ("Rollouts", [(step.step, step.rollout_s) for step in past.steps if step.num_rollouts]),
         ("Training", [(step.step, step.train_s) for step in past.steps]),
     ):
-        figures.append(_line(f"{title}, time", "of a step", seconds, _took))
+        figures.append(_line(f"{title}, time", "of a step", seconds, took))
     return [figure for figure in figures if figure.svg]
 
 
@@ -256,63 +250,6 @@ def _line(title: str, caption: str, values: Sequence[tuple[int, float | None]], 
     return _Figure(title, caption, line_chart(values, name=title, tell=tell) if values else Markup(""))
 
 
-# ---- one update's ranks ---------------------------------------------------------------------------------------------
-
-
-def _anatomy(updates: Sequence[UpdateLine]) -> dict[str, Any] | None:
-    """When each rank did what: of the failed update that came last, else of the last."""
-    told = [update for update in updates if update.attempts]
-    if not told:
-        return None
-    update = next((update for update in reversed(told) if not update.ok), told[-1])
-    attempt = update.attempts[-1]
-    whole = max([attempt.seconds, *(span.start_s + span.seconds for span in attempt.spans)])
-    ranks = list(dict.fromkeys(span.rank for span in attempt.spans if span.phase != "pause"))
-    rows = [
-        {"rank": rank, "bars": [_bar(attempt, span, whole) for span in attempt.spans if _on_lane(span, rank)]}
-        for rank in ranks[:_MAX_LANES]
-    ]
-    more = f"; {len(ranks) - _MAX_LANES} more ranks are in the timeline" if len(ranks) > _MAX_LANES else ""
-    pairs = ", ".join(sorted({link.transport for link in attempt.links}))
-    kinds = {span.phase for span in attempt.spans}
-    return {
-        "title": f"{_named(update)}, rank by rank",
-        "caption": f"{'the last one' if update.ok else 'the last that failed'}; {_took(attempt.seconds)}"
-        + (f" over {pairs}" if pairs else "")
-        + f"; the thin line: the engine did not generate; hatched: did not end well{more}",
-        "legend": [phase for phase in PHASES if phase in kinds],
-        "rows": rows,
-        "half": _took(whole / 2),
-        "whole": _took(whole),
-    }
-
-
-def _on_lane(span: Span, rank: str) -> bool:
-    """A pause is drawn with each rank of its engine."""
-    return span.rank == rank or (span.phase == "pause" and rank.startswith(f"{span.rank} rank "))
-
-
-def _bar(attempt: Attempt, span: Span, whole: float) -> dict[str, Any]:
-    clock = attempt.clocks.get(span.rank)
-    title = f"{span.rank}: {span.phase}, {_took(span.seconds)}, from {_took(max(span.start_s, 0.0))}"
-    if span.nbytes:
-        title += f", {_size(span.nbytes)}"
-    if not span.ended:
-        title += ", did not end well"
-    if clock is not None and clock.error_s:
-        title += f" (its clock is known to {_took(clock.error_s)})"
-    left = min(max(span.start_s / whole, 0.0), 1.0) if whole else 0.0
-    width = min(span.seconds / whole, 1 - left) if whole else 0.0
-    kind = span.phase if span.phase in (*PHASES, "pause") else "connect"
-    return {
-        "kind": kind,
-        "ended": span.ended,
-        "left": f"{100 * left:.3f}",
-        "width": f"{100 * width:.3f}",
-        "title": title,
-    }
-
-
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
@@ -326,51 +263,11 @@ def _row(update: UpdateLine) -> list[str]:
     return [
         "-" if update.step is None else str(update.step),
         "-" if update.version is None else str(update.version),
-        _took(update.seconds),
-        _took(update.pause_s) if update.ok else "-",
-        _short(update.gb_per_s) if update.ok else "-",
-        *(_took(phases[phase]) if phase in phases else "-" for phase in PHASES[:5]),
-        "-" if changed is None or not update.total_values else _percent(changed / update.total_values),
+        took(update.seconds),
+        took(update.pause_s) if update.ok else "-",
+        short(update.gb_per_s) if update.ok else "-",
+        *(took(phases[phase]) if phase in phases else "-" for phase in PHASES[:5]),
+        "-" if changed is None or not update.total_values else percent(changed / update.total_values),
         ", ".join(sorted({*update.transports.values()})) or "-",
         "; ".join(notes),
     ]
-
-
-# ---- numbers as text ------------------------------------------------------------------------------------------------
-
-
-def _took(seconds: float) -> str:
-    """ "3.2 ms", "1.45 s", "2 min 5 s"."""
-    if seconds < 0.9995:
-        return f"{1e3 * seconds:.3g} ms" if seconds else "0"
-    if seconds < 119.5:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _size(nbytes: int) -> str:
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes} B"
-
-
-def _speed(gb_per_s: float) -> str:
-    return f"{_size(round(1e9 * gb_per_s))}/s"
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _whole(value: float) -> str:
-    return f"{value:g}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
-
-
-def _when(unix: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix))
