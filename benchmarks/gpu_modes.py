@@ -31,7 +31,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     for digest in (True, False)
     for apply in ("streaming", "staged")
 }
-NAMES = [*PEERS, *(f"ours-{name}" for name in VARIANTS), *(f"ray-{name}" for name in VARIANTS)]
+WAYS = {
+    "ours": "weightsync",
+    "ray": "weightsync through Ray, end to end",
+    "nccl": "weightsync over NCCL",
+}
+NAMES = [*PEERS, *(f"{way}-{name}" for way in WAYS for name in VARIANTS)]
 SLOW_ROUNDS = 3
 EXIT_S = 20.0
 """Bound of the wait for the end of a process."""
@@ -41,6 +46,8 @@ EXIT_S = 20.0
 class Asked:
     size: str
     device: str
+    """The trainer's."""
+    engine_device: str
     rounds: int
 
 
@@ -48,7 +55,7 @@ def label(name: str) -> str:
     if name in PEERS:
         return PEERS[name].label
     way, _, variant = name.partition("-")
-    return f"{'weightsync' if way == 'ours' else 'weightsync through Ray, end to end'}, {variant.replace('-', ', ')}"
+    return f"{WAYS[way]}, {variant.replace('-', ', ')}"
 
 
 def measure(
@@ -107,8 +114,9 @@ def timing_of(report: UpdateReport, whole: float) -> Timing:
 
 
 def config_of(name: str, device: str) -> ws.SyncConfig:
-    transport = "shared_memory" if device == "cpu" else "cuda_ipc"
-    return ws.SyncConfig(**VARIANTS[name.partition("-")[2]], transport=transport, timeout_s=WAIT_S / 2)
+    way, _, variant = name.partition("-")
+    transport = "broadcast" if way == "nccl" else "shared_memory" if device == "cpu" else "cuda_ipc"
+    return ws.SyncConfig(**VARIANTS[variant], transport=transport, timeout_s=WAIT_S / 2)
 
 
 @contextmanager
@@ -167,12 +175,14 @@ def run_ray(names: Sequence[str], asked: Asked, results: Connection) -> None:
         log_to_driver=False,
         logging_level="error",
     )
-    start = ray.remote(Party).options(num_cpus=1, num_gpus=0.4 if on_gpu else 0)
+    # An actor without a GPU of its own sees all of them.
+    shared = on_gpu and asked.device == asked.engine_device
+    start = ray.remote(Party).options(num_cpus=1, num_gpus=0.4 if shared else 0)
 
     def run(name: str) -> Result:
         actors = {
             "trainer": start.remote(asked.size, asked.device, 1),
-            "engine": start.remote(asked.size, asked.device, 2),
+            "engine": start.remote(asked.size, asked.engine_device, 2),
         }
 
         def ask(who: str, method: str, *arguments: Any) -> Any:

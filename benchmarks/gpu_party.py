@@ -177,7 +177,7 @@ class Party:
         """Names of the tensors whose bits are not those of `lend`'s, by torch.equal."""
         found = []
         for name, other in lent:
-            theirs = other if isinstance(other, torch.Tensor) else other[0](*other[1])
+            theirs = (other if isinstance(other, torch.Tensor) else other[0](*other[1])).to(self.device)
             ours = self.tensors[name]
             parts = (t.view(torch.int16).reshape(-1).split(_COMPARED) for t in (ours, theirs))
             if ours.shape != theirs.shape or not all(map(torch.equal, *parts)):

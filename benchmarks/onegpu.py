@@ -1,6 +1,7 @@
 """Weight syncs from a trainer's process to an engine's on one GPU, side by side: the floor, ours, and how others do it.
 
     python -m benchmarks.onegpu [--size 8b] [--rounds 10] [--only floor ours ...] [--out benchmarks/results/onegpu.json]
+    python -m benchmarks.onegpu --engine-device cuda:1        # two GPUs of one host
     python -m benchmarks.onegpu --device cpu --size tiny      # the script itself, without a GPU
 
 Each mode has two fresh processes, or Ray actors, with the same plain torch module; every value changes before each
@@ -13,6 +14,7 @@ this is timed. `seconds` of a mode:
     path-...                     our transport and load without a coordinator, as the peers have none; the time after what an
                                  update does while it is prepared stands beside it
     ours-...                     phases transfer and apply of the report; the whole `update()` stands beside it
+    nccl-...                     ours-..., over NCCL; not on one GPU
     ray-...                      `sync.update()` as the driver sees it, end to end, in twice the rounds; phases beside it
 
 Memory is sampled in the first round, which is reported apart, and in one more that does not count, so that sampling
@@ -67,7 +69,7 @@ def run_group(names: Sequence[str], asked: Asked) -> Iterator[tuple[str, Result]
         block = names[0] in PEERS and PEERS[names[0]].blocks[1]
         processes = [
             context.Process(target=run_local, args=(names[0], asked, results_end, trainer_end), daemon=True),
-            context.Process(target=serve, args=(engine_end, asked.size, asked.device, block), daemon=True),
+            context.Process(target=serve, args=(engine_end, asked.size, asked.engine_device, block), daemon=True),
         ]
     patience = EXIT_S
     ended = False
@@ -130,12 +132,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"names, or beginnings, of {', '.join(NAMES)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--engine-device", metavar="DEVICE", help="another GPU for the engine: cuda:1")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/onegpu.json"))
     given = parser.parse_args()
-    names = [name for name in NAMES if not given.only or name.startswith(tuple(given.only))]
+    names = [name for name in NAMES if given.engine_device or not name.startswith("nccl-")]
+    if given.only:
+        names = [name for name in NAMES if name.startswith(tuple(given.only))]
     if not names or given.rounds < 1:
         parser.error(f"--only takes names, or beginnings, of {', '.join(NAMES)}; --rounds at least 1")
-    asked = Asked(given.size, "cuda:0" if given.device == "cuda" else "cpu", given.rounds)
+    device = "cuda:0" if given.device == "cuda" else "cpu"
+    asked = Asked(given.size, device, given.engine_device or device, given.rounds)
     console = Console(width=None if sys.stdout.isatty() else 200)
     all_shapes = [shape for _, shape in shapes(asked.size)]
     nbytes = 2 * sum(map(math.prod, all_shapes))
@@ -146,6 +152,7 @@ def main() -> None:
         "tensors": len(all_shapes),
         "nbytes": nbytes,
         "device": asked.device,
+        "engine_device": asked.engine_device,
         "driver": driver_version() if given.device == "cuda" else None,
     }
     packages = ("torch", "cupy-cuda13x", "cupy-cuda12x", "ray", "checkpoint-engine")

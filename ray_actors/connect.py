@@ -20,9 +20,13 @@ from weightsync.errors import ConfigError, CoordinatorLostError, EngineStateErro
 from weightsync.ray_actors.coordinator import Coordinator
 from weightsync.ray_actors.fleet import translate
 from weightsync.ray_actors.side import Locator
+from weightsync.ray_actors.staying import stand_by
 from weightsync.ray_actors.watching import Watching
 from weightsync.registry import check_transport
 from weightsync.report import Progress, UpdateReport
+
+_MOST_STANDING_BY = 32
+"""Actors; calling more costs more than it saves."""
 
 
 def connect(
@@ -148,13 +152,25 @@ class WeightSync:
     def _update(self) -> UpdateReport:
         retries = self.config.retries  # the coordinator counts those of which it is not the cause
         while True:
+            standing_by = self._have_stand_by()
             try:
-                report: UpdateReport = self._call("update")
+                report: UpdateReport = self._call("update", standing_by=bool(standing_by))
                 return report
             except CoordinatorLostError:
                 if retries == 0:
                     raise
                 retries -= 1
+            finally:
+                _look_away(standing_by)
+
+    def _have_stand_by(self) -> list[Any]:
+        """Call the actors, while the coordinator is called: what was asked of them before is done before the update."""
+        if self._coordinator is None:
+            return []
+        parties = [("trainer", actor) for actor in self._trainers] + [("engine", actor) for actor in self._engines]
+        if len(parties) > _MOST_STANDING_BY:
+            return []
+        return [actor.__ray_call__.remote(stand_by, role) for role, actor in parties]
 
     async def update_async(self) -> UpdateReport:
         """`update` for async code."""
@@ -227,18 +243,18 @@ class WeightSync:
         if self._coordinator is not None:
             ray.kill(self._coordinator)
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: Any, **options: Any) -> Any:
         if self._closed:
             raise EngineStateError("this weight sync was closed; connect again")
         if self._coordinator is None:
             self._start()
-        return self._get(method, *args)
+        return self._get(method, *args, **options)
 
-    def _get(self, method: str, *args: Any) -> Any:
+    def _get(self, method: str, *args: Any, **options: Any) -> Any:
         """The result of a coordinator's call. Its own waits are bounded, a transfer by progress; so this one lasts as
         long as the coordinator lives."""
         slice_s = self.config.timeout_s + 10
-        ref = getattr(self._coordinator, method).remote(*args)
+        ref = getattr(self._coordinator, method).remote(*args, **options)
         try:
             while not ray.wait([ref], timeout=slice_s)[0]:
                 ray.get(self._coordinator.ping.remote(), timeout=slice_s)
@@ -259,3 +275,11 @@ class WeightSync:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _look_away(refs: list[Any]) -> None:
+    """Their ends say nothing; Ray reports a failed call that nobody has looked at."""
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
+    for ref in done:
+        with contextlib.suppress(Exception):
+            ray.get(ref, timeout=0)

@@ -45,7 +45,10 @@ class Coordinator:
         """Answers while an update runs."""
         return None if self._session is None else self._session.progress()
 
-    def update(self) -> UpdateReport:
+    def update(self, *, standing_by: bool = False) -> UpdateReport:
+        """*standing_by*: the actors are being called to."""
+        if standing_by:
+            self._fleet.expect()
         return self._open_session.update()
 
     def add_engine(self, actor: Any) -> UpdateReport | None:
@@ -61,6 +64,7 @@ class Coordinator:
     def close(self) -> None:
         if self._session is not None:
             self._session.close()
+        self._fleet.close()
 
     @property
     def _open_session(self) -> Session:

@@ -66,7 +66,8 @@ class EngineSide(ABC):
                 raise EngineStateError("the actor's engine was replaced by another since connect; connect again")
         except WeightSyncError as error:
             return [encode(m.Failed(error=ErrorInfo.of(error)))]
-        self._pause.before(request)
+        if not (self.pauses and isinstance(request, m.Transfer)):  # it will be told to apply apart
+            self._pause.before(request)
         return self._start(call)
 
     @abstractmethod
@@ -75,14 +76,19 @@ class EngineSide(ABC):
     def result(self, number: int) -> list[bytes] | None:
         raise AssertionError("this engine answers at once")
 
+    def get_ready(self) -> None: ...  # noqa: B027 - nothing takes long enough
+
+    def stand_down(self) -> None: ...  # noqa: B027
+
     def discard(self) -> None:  # noqa: B027 - vLLM's workers end with their engine
         """Another engine has taken this one's place."""
 
     # ---- what the ranks' answers mean for the engine ------------------------------------------------------------
 
     def _note_applied(self, request: m.Request, replies: Sequence[m.Reply]) -> None:
-        if isinstance(request, m.Apply) and all(isinstance(reply, m.Applied) for reply in replies):
-            self._applied = self._unflushed = request.version
+        version = m.applied_by(request)
+        if version and all(isinstance(reply, m.Applied) for reply in replies):
+            self._applied = self._unflushed = version
 
     def _takes_effect(self, request: m.Request, replies: Sequence[m.Reply]) -> int:
         """The version that becomes the engine's with *replies*, and with it what was computed before is stale; 0: none.
@@ -112,7 +118,7 @@ class EngineSide(ABC):
                 self._settle_opened(request, replies)
             case m.Prepare() if failed is None:
                 self._staged, self._target, self._cause = request.staged, request.version, "the update was given up"
-            case m.Apply():
+            case m.Apply() | m.Transfer(apply=True):
                 mixed = mixed or (failed is not None and any(isinstance(reply, m.Applied) for reply in replies))
                 if failed is None and not self._staged and not self.pauses:
                     reason = f"version {request.version} is applied but not committed yet; ask again after the update"
@@ -183,12 +189,12 @@ class _Pause:
         self._since: float | None = None
 
     def before(self, request: m.Request) -> None:
-        if isinstance(request, m.Apply) and self._since is None:
+        if m.applied_by(request) and self._since is None:
             self._since = time.perf_counter()
 
     def after(self, request: m.Request, reply: m.Reply) -> m.Reply:
         if isinstance(request, m.Commit) and isinstance(reply, m.Ok) and self._since is not None:
             return msgspec.structs.replace(reply, pause_s=time.perf_counter() - self._since)
-        if isinstance(request, m.Transfer):
+        if isinstance(request, m.Prepare):
             self._since = None
         return reply

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -14,20 +13,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weightsync.errors import TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.identity import Identity, identify
 from weightsync.process import process_state
+from weightsync.ray_actors.calling import RayCalls
 from weightsync.ray_actors.engine import make_engine_side
-from weightsync.ray_actors.side import Locator, MakeSide, call_side, open_side, side_result
+from weightsync.ray_actors.side import Locator, MakeSide, open_side
 from weightsync.ray_actors.trainer import TrainerSide
 
-_RESULT_POLL_S = 0.002
 _PROBE_S = 2.5
-
-
-@dataclass(slots=True)
-class _Call:
-    party: str
-    number: int
-    due: float = 0.0
-    """When to ask for the result of an answer that was not ready; 0 while a Ray call is under way."""
 
 
 class RayFleet:
@@ -43,8 +34,7 @@ class RayFleet:
         self.trainers = list(self.actors)
         self.engines: list[str] = []
         self._num_engines = 0
-        self._calls: dict[Any, _Call] = {}
-        self._waiting: list[_Call] = []
+        self._calls = RayCalls(self.actors)
         self._machine = identify().machine
         for actor in engines:
             self._name_engine(actor)
@@ -97,45 +87,22 @@ class RayFleet:
     def remove(self, party: str) -> None:
         self.engines.remove(party)
         del self.actors[party]
-        self._calls = {ref: call for ref, call in self._calls.items() if call.party != party}
-        self._waiting = [call for call in self._waiting if call.party != party]
+        self._calls.forget(party)
+
+    def expect(self) -> None:
+        """The actors are being called to stand by for an update."""
+        self._calls.expect()
 
     def send(self, party: str, number: int, payload: bytes) -> None:
-        self._calls = {ref: call for ref, call in self._calls.items() if call.party != party}
-        self._waiting = [call for call in self._waiting if call.party != party]
-        self._start(_Call(party, number), call_side, payload)
-
-    def _start(self, call: _Call, function: Callable[..., Any], argument: Any) -> None:
-        role = call.party.partition(" ")[0]
-        self._calls[self.actors[call.party].__ray_call__.remote(function, role, argument)] = call
+        self._calls.send(party, number, payload)
 
     def replies(self, wait_s: float) -> Iterator[tuple[str, int, Sequence[bytes] | WeightSyncError]]:
-        now = time.monotonic()
-        for call in [call for call in self._waiting if call.due <= now]:
-            self._waiting.remove(call)
-            self._start(call, side_result, call.number)
-        if self._waiting:
-            wait_s = min(wait_s, _RESULT_POLL_S)
-        if not self._calls:
-            time.sleep(wait_s)
-            return
-        done, _ = ray.wait(list(self._calls), num_returns=1, timeout=wait_s)
-        # Whatever else has ended by now goes along.
-        done, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0) if done else (done, [])
-        for ref in done:
-            if ref not in self._calls:  # superseded while the caller took the answers before
-                continue
-            call = self._calls.pop(ref)
-            try:
-                answer = ray.get(ref, timeout=self._timeout_s)
-            except Exception as error:
-                yield call.party, call.number, translate(error, call.party, 0)
-                continue
-            if answer is None:
-                call.due = time.monotonic() + _RESULT_POLL_S
-                self._waiting.append(call)
-            else:
-                yield call.party, call.number, answer
+        for party, number, answer in self._calls.answers(wait_s):
+            yield party, number, translate(answer, party, 0) if isinstance(answer, BaseException) else answer
+
+    def close(self) -> None:
+        """No call can be made any more."""
+        self._calls.close()
 
     def process_state(self, identity: Identity) -> str:
         if identity.machine == self._machine or not identity.node:

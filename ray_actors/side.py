@@ -29,6 +29,14 @@ class Side(Protocol):
 
     def result(self, number: int) -> list[bytes] | None: ...
 
+    def get_ready(self) -> None:
+        """An update is about to begin: do ahead what needs no word of it. Never raises."""
+        ...
+
+    def stand_down(self) -> None:
+        """Forget what was done ahead and not used: others may use the actor now."""
+        ...
+
 
 MakeSide = Callable[[Any, Locator, int, Side | None], Side]
 """(actor, locator, index, the side that an earlier weight sync left, if any) -> side."""
@@ -58,20 +66,17 @@ def open_side(actor: Any, owner: str, role: str, make: MakeSide, locator: Locato
     _sides[id(actor), role] = (owner, make(actor, locator, index, previous))
 
 
-def call_side(actor: Any, role: str, payload: bytes) -> list[bytes] | None:
-    """Ray may run the calls of an async or threaded actor out of order; the side's fence refuses the late ones."""
-    return _side(actor, role).call(payload)
-
-
-def side_result(actor: Any, role: str, number: int) -> list[bytes] | None:
-    return _side(actor, role).result(number)
-
-
-def _side(actor: Any, role: str) -> Side:
+def find_side(actor: Any, role: str) -> Side:
+    """Raises RestartedError where *actor* has none."""
     known = _sides.get((id(actor), role))
     if known is None:
         raise RestartedError("this actor process takes part in no weight sync: it was restarted")
     return known[1]
+
+
+def has_two_roles(actor: Any) -> bool:
+    """Whether *actor* is trainer and engine."""
+    return all((id(actor), role) in _sides for role in ("trainer", "engine"))
 
 
 def locate(actor: Any, locator: Locator, *, key: str) -> Any:

@@ -32,5 +32,11 @@ class TrainerSide:
     def call(self, payload: bytes) -> list[bytes] | None:
         return [answer(self._rank.handle, payload)]
 
+    def get_ready(self) -> None:
+        self._rank.get_ready()
+
+    def stand_down(self) -> None:
+        self._rank.stand_down()
+
     def result(self, number: int) -> list[bytes] | None:
         raise AssertionError("a trainer answers at once")

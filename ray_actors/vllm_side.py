@@ -42,8 +42,8 @@ class BaseVllmSide(EngineSide):
 
     def _settle(self, request: m.Request, replies: Sequence[m.Reply]) -> None:
         super()._settle(request, replies)
-        if isinstance(request, m.Apply):
-            self._begun = request.version
+        if version := m.applied_by(request):
+            self._begun = version
         elif isinstance(request, m.OpenReceiver | m.Commit | m.Abort | m.Close):
             if isinstance(request, m.Commit) and all(isinstance(reply, m.Ok) for reply in replies):
                 self._served = request.version
@@ -81,7 +81,7 @@ class BaseVllmSide(EngineSide):
         else:
             translated = EngineStateError(f"vLLM could not run {type(request).__name__} on its workers: {text}")
         info = ErrorInfo.of(translated, rank=self._name)
-        return m.Failed(error=info, poisoned=isinstance(request, m.Apply | m.Commit))
+        return m.Failed(error=info, poisoned=isinstance(request, m.Commit) or bool(m.applied_by(request)))
 
     def _check_alive(self) -> None:
         """Raises TransportError where a worker is gone: vLLM may leave a call without an answer."""
@@ -171,8 +171,10 @@ class AsyncVllmSide(BaseVllmSide):
                     "replica only, so the others cannot be checked; use one AsyncLLM per replica"
                 )
                 return [encode(m.Failed(error=ErrorInfo.of(error)))]
-        if isinstance(request, m.Poll | m.Transfer):  # a worker that waits keeps the engine from generating
-            request = msgspec.structs.replace(request, wait_s=0.0)
+        if isinstance(request, m.Poll | m.Transfer):
+            # A worker that waits keeps the engine from generating; and it is paused while what comes can be received.
+            changes = {"wait_s": 0.0} | ({"apply": False} if isinstance(request, m.Transfer) else {})
+            request = msgspec.structs.replace(request, **changes)
             call = msgspec.structs.replace(call, request=request)
         self._newest = call
         try:

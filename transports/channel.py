@@ -45,8 +45,9 @@ class Channel(Generic[M]):
         header = _HEADER.pack(len(body), fd is not None)
         with self._sending, self._errors("take a message", timeout_s):
             self._socket.settimeout(timeout_s)
-            socket.send_fds(self._socket, [header], [fd] if fd is not None else [])
-            self._socket.sendall(body)
+            sent = socket.send_fds(self._socket, [header, body], [fd] if fd is not None else [])
+            if sent < len(header) + len(body):
+                self._socket.sendall((header + body)[sent:])
 
     def receive(self, *, timeout_s: float) -> tuple[M, int | None]:
         """(message, file descriptor or None); the caller owns the descriptor.
@@ -94,6 +95,10 @@ class Channel(Generic[M]):
     def _errors(self, what: str, timeout_s: float) -> _Translate:
         return _Translate(f"{self.peer} (pid {self.peer_pid})", what, timeout_s)
 
+    def fileno(self) -> int:
+        """For whoever waits for several channels."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         """Idempotent; wakes a thread that waits in `receive`."""
         with contextlib.suppress(OSError):  # not connected any more: nothing to say goodbye to
@@ -132,6 +137,9 @@ class Listener:
         self._socket.settimeout(timeout_s)
         connection, _ = self._socket.accept()
         return Channel(connection, message_type, "receiver")
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def close(self) -> None:
         """Idempotent; wakes a thread that waits in `accept`."""

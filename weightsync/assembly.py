@@ -147,12 +147,19 @@ class GroupAssembly(Arrival):
         with self._changed:
             if group.buffer is None:
                 self._wait_for_room(group)
-            if group.buffer is None:
+                self._reserve(group, device)
+            assert group.buffer is not None
+            start = self._table.offset[name]
+            return group.buffer[start : start + self.manifest.by_name[name].nbytes]
+
+    def _reserve(self, group: OpenGroup, device: torch.device) -> bool:
+        """Make the group's staging buffer, if there is one already or room for it."""
+        with self._changed:
+            if group.buffer is None and self._used_bytes + group.staging_bytes <= self.staging_limit_bytes:
                 self._used_bytes += group.staging_bytes
                 self.peak_staging_bytes = max(self.peak_staging_bytes, self._used_bytes)
                 group.buffer = self._new_buffer(group, device)
-            start = self._table.offset[name]
-            return group.buffer[start : start + self.manifest.by_name[name].nbytes]
+            return group.buffer is not None
 
     def _new_buffer(self, group: OpenGroup, device: torch.device) -> torch.Tensor:
         try:

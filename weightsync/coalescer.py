@@ -15,7 +15,7 @@ Threads: any number of producers call `put`; one consumer iterates `groups` or w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -211,12 +211,8 @@ class Coalescer(GroupAssembly):
         self._account(piece, meta, chunk)
 
     def _take_all(self, chunk: WeightChunk, loan: Loan) -> None:
-        """The pieces of a chunk in GPU memory: those of one group are copied and digested in one launch."""
-        metas = [self._check_piece(chunk, piece) for piece in chunk.pieces]
-        # Group by group, so that one that becomes whole can make room for the next.
-        runs = itertools.groupby(zip(chunk.pieces, metas, strict=True), lambda item: id(self._group_of(item[0].name)))
-        for _, run in runs:
-            pieces = list(run)
+        """The pieces of a chunk in GPU memory: as many as there is room for are copied and digested in one launch."""
+        for pieces in self._batches(chunk):
             places = [self._place(piece, meta, chunk, loan) for piece, meta in pieces]
             sources = [chunk.payload[piece.offset : piece.offset + piece.nbytes] for piece, _ in pieces]
             moves: list[Move] = [
@@ -231,6 +227,27 @@ class Coalescer(GroupAssembly):
                     place.copy_(sources[i])
                 self._verify_piece(piece, digests[i] if self._verify else None)
                 self._account(piece, meta, chunk)
+
+    def _batches(self, chunk: WeightChunk) -> Iterator[list[tuple[Piece, TensorMeta]]]:
+        """The chunk's pieces: those of groups that have room, or need none, together; each other group alone, so that one
+        that becomes whole can make room for the next."""
+        metas = [self._check_piece(chunk, piece) for piece in chunk.pieces]
+        batch: list[tuple[Piece, TensorMeta]] = []
+        runs = itertools.groupby(
+            zip(chunk.pieces, metas, strict=True), lambda item: self._table.index.get(item[0].name)
+        )
+        for number, run in runs:
+            pieces = list(run)
+            lent = chunk.stable and all(piece.nbytes == meta.nbytes for piece, meta in pieces)
+            if number is None or lent or self._reserve(self._groups[number], chunk.payload.device):
+                batch += pieces
+                continue
+            if batch:
+                yield batch
+            yield pieces
+            batch = []
+        if batch:
+            yield batch
 
     def _place(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, loan: Loan) -> torch.Tensor | None:
         """Where the piece is to be copied; None where it is used as it lies, or dropped."""

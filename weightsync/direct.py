@@ -204,8 +204,10 @@ class DirectApply:
         """Copy everything at once; yields the groups that did not qualify."""
         aliases = coalescer.manifest.aliases
         sets, others = coalescer.take_all()
-        direct = [copy for key, group in self._groups.items() if key not in self.reasons for copy in group.copies]
         layouts = [chunk.layout for chunk in sets]
+        direct: list[Copy] = []
+        if others or layouts != list(self._compiled):
+            direct = [copy for key, group in self._groups.items() if key not in self.reasons for copy in group.copies]
         if layouts != list(self._compiled):
             self._compiled = {
                 layout: self._compiled.get(layout) or compile_set(layout, direct, live, aliases) for layout in layouts

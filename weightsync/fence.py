@@ -24,6 +24,11 @@ class Fence:
         self._number = 0
         self._retired: set[str] = set()
 
+    @property
+    def number(self) -> int:
+        """Of the newest call."""
+        return self._number
+
     def admit(self, call: m.Call) -> None:
         """Note *call*.
 

@@ -94,6 +94,8 @@ class Flight:
         if phase == "abort":
             self._give_up(party, now)
         parts[phase] = _Part(asked=now)
+        if m.applied_by(request):
+            parts.setdefault("apply", _Part(asked=now))
 
     def answered(self, party: str, replies: Replies) -> None:
         if isinstance(replies, WeightSyncError) or any(isinstance(reply, m.Failed) for reply in replies):

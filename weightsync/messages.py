@@ -141,6 +141,8 @@ class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     wait_s: float = 0.0
     links: tuple[int, ...] | None = None
     """Trainers send over these only; None: over all."""
+    apply: bool = False
+    """To engines: load it as it comes; answered as `Apply` is, or, where an engine is to be told so apart, Pending."""
 
 
 class Poll(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -223,7 +225,17 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 Request = (
     Describe | OpenReceiver | OpenSender | Connect | Prepare | Transfer | Poll | Apply | Commit | Abort | Close
 )  # fmt: skip
+
 Reply = Description | ReceiverOpened | SenderOpened | Prepared | Pending | Sent | Vote | Applied | Ok | Failed
+
+
+def applied_by(request: Request) -> int:
+    """The version that *request* has an engine load; 0: it has not."""
+    match request:
+        case Apply(version=version) | Transfer(version=version, apply=True):
+            return version
+        case _:
+            return 0
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,8 @@ class ReceiverRank:
         self._connecting: Background[m.Ok] | None = None
         self._receiving: list[Background[None]] = []
         self._coalescer: Coalescer | None = None
+        self._next: Coalescer | None = None
+        """Of the update that is prepared, until it begins."""
         self._began = self._arrived = 0.0
         """When the transfer began, and when the last link's end was reached."""
         self._applied = False
@@ -73,7 +75,8 @@ class ReceiverRank:
             case m.Prepare():
                 return self._prepare(request)
             case m.Transfer():
-                return self._receive(request.version, request.wait_s)
+                self._receive(request.version)
+                return self._apply(request.version) if request.apply else self._poll(request.wait_s)
             case m.Poll():
                 return self._poll(request.wait_s)
             case m.Apply():
@@ -173,6 +176,8 @@ class ReceiverRank:
             )
         assert self._direct is not None
         self._way = self._direct.plan(sets=all(link.stable and transport.sends_sets for link, transport in self._links))
+        self._defer_sets = not self._staged and self._way is Way.SETS
+        self._next = self._new_coalescer(request.version)
         return m.Prepared(
             version=self._version,
             epoch=self.fence.epoch,
@@ -181,13 +186,20 @@ class ReceiverRank:
             poisoned=self.poisoned,
         )
 
-    def _receive(self, version: int, wait_s: float) -> m.Reply:
+    def _receive(self, version: int) -> None:
         assert self._manifest is not None and self._load_map is not None
         self._connecting = None
         self._began = self._arrived = time.monotonic()
         self._applied = self._whole = False
-        self._defer_sets = not self._staged and self._way is Way.SETS
-        self._coalescer = Coalescer(
+        self._coalescer, self._next = self._next or self._new_coalescer(version), None
+        self._receiving = [
+            Background(lambda link=link, transport=transport: self._drain(link, transport, version), name="receive")  # type: ignore[misc]
+            for link, transport in self._links
+        ]
+
+    def _new_coalescer(self, version: int) -> Coalescer:
+        assert self._manifest is not None
+        return Coalescer(
             self._manifest,
             self._group_table,
             version=version,
@@ -197,11 +209,6 @@ class ReceiverRank:
             verify=self._config.digest,
             defer_sets=self._defer_sets,
         )
-        self._receiving = [
-            Background(lambda link=link, transport=transport: self._drain(link, transport, version), name="receive")  # type: ignore[misc]
-            for link, transport in self._links
-        ]
-        return self._poll(wait_s)
 
     def _drain(self, link: m.ReceiverLink, transport: ReceiverTransport, version: int) -> None:
         """Move one link's chunks into the coalescer."""
@@ -295,7 +302,8 @@ class ReceiverRank:
             self._coalescer.close()
         for work in self._receiving:
             work.join(self._config.timeout_s)
-        self._coalescer, self._receiving = None, []
+        self._coalescer = self._next = None
+        self._receiving = []
         self._applied = self._whole = False
 
     def _drop_links(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,6 +57,8 @@ class SenderRank:
         self._names: tuple[str, ...] = ()
         self._held: list[tuple[TensorMeta, torch.Tensor]] | None = None
         """What the update under way sends, where it all exists."""
+        self._ready = False
+        """The weights were looked through, and nobody can have changed them since."""
         self._links: dict[int, SenderTransport] = {}
         self._unconnected: list[SenderTransport] = []
         self._plans: dict[int, m.LinkPlan] = {}
@@ -147,19 +150,40 @@ class SenderRank:
             raise TransportError("the links are not open")
         if self._work is not None:
             raise UpdateTimeoutError("the source still makes tensors for an earlier update that was given up")
-        if self._source.device.type == "cuda":
-            torch.cuda.synchronize(self._source.device)  # what the trainer computed, on whichever stream
-        self._source.check(self._manifest, self._names)
-        self._held = list(self._source.tensors(self._manifest, self._names)) if self._source.held else None
-        if self._held is not None:
-            for transport in self._links.values():
-                transport.begin(self._held)
+        if not self._ready:
+            self._look_through(self._source, self._manifest)
+        self._ready = False
         return m.Prepared(
             version=self._version,
             epoch=self.fence.epoch,
             manifest_digest=self._manifest.digest,
             plan_digest=m.plan_digest(self._plans.values()),
         )
+
+    def _look_through(self, source: TrainerSource, manifest: Manifest) -> None:
+        """Check the weights; where they exist all at once, let the transports begin."""
+        if source.device.type == "cuda":
+            torch.cuda.synchronize(source.device)  # what the trainer computed, on whichever stream
+        source.check(manifest, self._names)
+        self._held = list(source.tensors(manifest, self._names)) if source.held else None
+        if self._held is not None:
+            for transport in self._links.values():
+                transport.begin(self._held)
+
+    def get_ready(self) -> None:
+        """Look through the weights ahead of `Prepare`; until that comes, or `stand_down`, they must stay as they are.
+
+        Does nothing where links are not open; what is wrong with the weights is left for `Prepare` to say.
+        """
+        if self._source is not None and self._manifest is not None and not self._unconnected and self._work is None:
+            with contextlib.suppress(Exception):
+                self._look_through(self._source, self._manifest)
+                self._ready = True
+
+    def stand_down(self) -> None:
+        """The weights may change again."""
+        if self._ready:
+            self._ready, self._held = False, None
 
     def _send(self, request: m.Transfer) -> m.Sent:
         assert self._source is not None and self._manifest is not None
@@ -232,7 +256,7 @@ class SenderRank:
     def _drop_links(self, ids: tuple[int, ...] | None) -> None:
         """Break some links, or all (None); nothing is sent while they break."""
         links = {id: link for id, link in self._links.items() if ids is None or id in ids}
-        self._held = None
+        self._held, self._ready = None, False
         for transport in links.values():
             transport.abort()
         if self._work is not None and self._work.join(self._config.timeout_s):

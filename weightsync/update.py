@@ -242,7 +242,6 @@ class UpdateMachine:
         if not self.staged:
             if all(isinstance(reply, m.Applied) for reply in replies):
                 return self._note_applied(party, replies, now)
-            self._applying.add(party)
             return self._ask(party, m.Apply(version=self.version), now)
         if all(isinstance(reply, m.Vote) for reply in replies):
             self.votes[party] = tuple(r for r in replies if isinstance(r, m.Vote))
@@ -266,8 +265,9 @@ class UpdateMachine:
             case Phase.PREPARE:
                 self._enter(Phase.TRANSFER, now)
                 # Engines first: a receiver that listens never keeps a sender waiting.
-                # In streaming an engine must be told to apply before anything can be asked of it.
-                engines = m.Transfer(version=self.version, wait_s=POLL_S if self.staged else 0.0)
+                engines = m.Transfer(version=self.version, wait_s=POLL_S, apply=not self.staged)
+                if not self.staged:
+                    self._applying.update(self._engines)
                 trainers = m.Transfer(version=self.version, wait_s=POLL_S, links=self._links)
                 return self._ask_all(self._engines, engines, now) + self._ask_all(self._trainers, trainers, now)
             case Phase.TRANSFER:

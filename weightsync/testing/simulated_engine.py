@@ -60,8 +60,9 @@ class SimulatedRank:
             return self._failed(error)
 
     def proceed(self, request: m.Request) -> m.Reply | None:
+        version = m.applied_by(request)  # what comes is being received already
         try:
-            return self._answer(request)
+            return self._apply(version) if version else self._answer(request)
         except WeightSyncError as error:
             return self._failed(error)
 
@@ -89,7 +90,7 @@ class SimulatedRank:
                 self._connecting = self.applied = False
                 self._garbled = self.flaw == "garbles"
                 self._lag_s = math.inf if self.flaw == "stalls" else self._wires.lag_s()
-                return self._poll()
+                return self._apply(request.version) if request.apply else self._poll()
             case m.Poll():
                 return self._poll()
             case m.Apply():
@@ -222,7 +223,7 @@ class SimulatedEngine:
             self.fence.admit(call)
         except WeightSyncError as error:
             return [m.Failed(error=ErrorInfo.of(error))]
-        if isinstance(call.request, m.Apply):
+        if m.applied_by(call.request):
             self.held = True
         self.ranks[-1].flaw = self.flaw
         self._call, self._replies = call, [rank.handle(call) for rank in self.ranks]
@@ -240,7 +241,7 @@ class SimulatedEngine:
             return None
         if self.flaw == "unsure":
             error = ErrorInfo.of(WeightSyncError("its workers did not answer"))
-            replies = [m.Failed(error=error, poisoned=isinstance(request, m.Apply | m.Commit))]
+            replies = [m.Failed(error=error, poisoned=isinstance(request, m.Commit) or bool(m.applied_by(request)))]
         failed = any(isinstance(reply, m.Failed) for reply in replies)
         self._settle(request, replies, failed)
         ends = isinstance(request, m.OpenReceiver | m.Commit | m.Abort | m.Close)
@@ -257,7 +258,7 @@ class SimulatedEngine:
                     self._applied, self.doubt = 0, ""
                 elif version < request.decided:
                     self.doubt = self.doubt or "missed"
-            case m.Apply():
+            case m.Apply() | m.Transfer(apply=True):
                 mixed = mixed or (failed and any(isinstance(reply, m.Applied) for reply in replies))
                 self._applied = 0 if failed else request.version
             case m.Commit() if not failed:
