@@ -60,14 +60,22 @@ def connect(
         TransportError: an actor is gone, or a link cannot be made.
         UpdateTimeoutError: an actor is busy.
     """
+    settings = check_arguments(trainers, engines, config)
+    sync = WeightSync(list(trainers), list(engines), source, target, settings)
+    sync._start()
+    return sync
+
+
+def check_arguments(
+    trainers: Sequence[Any], engines: Sequence[Any], config: SyncConfig | str | Path | dict[str, Any] | None
+) -> SyncConfig:
+    """The config, whole. Raises ConfigError for what can be known to be wrong before anybody is asked."""
     settings = SyncConfig.load(config)
     for name in [settings.transport] if isinstance(settings.transport, str) else [r.use for r in settings.transport]:
         if name != "auto":
             check_transport(name)
     _check_actors(trainers, engines)
-    sync = WeightSync(list(trainers), list(engines), source, target, settings)
-    sync._start()
-    return sync
+    return settings
 
 
 def _check_actors(trainers: Sequence[Any], engines: Sequence[Any]) -> None:

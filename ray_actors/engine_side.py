@@ -176,7 +176,7 @@ class EngineSide(ABC):
 
     def _located(self, reply: m.Reply) -> m.Reply:
         """With the Ray node, which an engine's worker processes do not know."""
-        if isinstance(reply, m.ReceiverOpened) and reply.identity.machine == self._own.machine:
+        if isinstance(reply, m.ReceiverOpened | m.Examined) and reply.identity.machine == self._own.machine:
             identity = msgspec.structs.replace(reply.identity, node=self._own.node, address=self._own.address)
             return msgspec.structs.replace(reply, identity=identity)
         return reply

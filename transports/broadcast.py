@@ -29,13 +29,13 @@ from weightsync.ranks import SENDER, group_rank
 from weightsync.transports.announcements import Arriving, Header, Incoming, announce
 from weightsync.transports.backend import backend_of
 from weightsync.transports.gloo_group import Address, GlooGroup, GlooPayload, node_host
-from weightsync.transports.nccl_group import NUM_BUCKETS, NcclGroup
+from weightsync.transports.nccl_group import NcclGroup
 
 _JOIN_S = 0.0005
 
 
 class BroadcastSender(SenderTransport):
-    """Packs one bucket while the other is on its way."""
+    """Packs one bucket while others are on their way."""
 
     name: ClassVar[str] = "broadcast"
 
@@ -52,12 +52,12 @@ class BroadcastSender(SenderTransport):
         if backend == "nccl":
             self._payloads = NcclGroup(context, self._group)
         else:
-            size = self._bucket_bytes(context.bucket_bytes)
+            size = self._bucket_bytes(context.bucket_bytes, GlooPayload.num_buckets)
             self._payloads = GlooPayload(self._group, bucket_bytes=size, largest_bytes=size)
         return msgspec.msgpack.encode(Address(context.host, self._group.port, backend))
 
-    def _bucket_bytes(self, limit: int) -> int:
-        return max(min(limit, self.context.staging_limit_bytes // NUM_BUCKETS), 1)
+    def _bucket_bytes(self, limit: int, num_buckets: int) -> int:
+        return max(min(limit, self.context.staging_limit_bytes // num_buckets), 1)
 
     def stable(self) -> bool:
         return False
@@ -66,7 +66,8 @@ class BroadcastSender(SenderTransport):
         assert self._group is not None, "connect before open"
         self._group.connect(self.context.host)
         if isinstance(self._payloads, NcclGroup):
-            self._payloads.connect(min(self._bucket_bytes(self.context.gpu_bucket_bytes), self._total_bytes))
+            size = self._bucket_bytes(self.context.gpu_bucket_bytes, NcclGroup.num_buckets)
+            self._payloads.connect(min(size, self._total_bytes))
 
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         assert self._group is not None and self._payloads is not None, "send before open"
@@ -92,8 +93,8 @@ class BroadcastSender(SenderTransport):
 
         def free_buckets() -> Iterator[Bucket]:
             while True:
-                for i in range(NUM_BUCKETS):
-                    land(NUM_BUCKETS - 1)
+                for i in range(payloads.num_buckets):
+                    land(payloads.num_buckets - 1)
                     yield Bucket(payloads.bucket(i), [])
 
         def land(leave: int) -> None:
@@ -166,7 +167,7 @@ def _in_turn(
 
 
 class BroadcastReceiver(ReceiverTransport):
-    """Takes one bucket at a time, over NCCL the next while the last is read; a chunk must be released before the next is
+    """Takes one bucket at a time, over NCCL the next ones while it is read; a chunk must be released before the next is
     asked for."""
 
     name: ClassVar[str] = "broadcast"
@@ -210,25 +211,30 @@ class BroadcastReceiver(ReceiverTransport):
             raise
 
     def _receive(self, group: GlooGroup, payloads: GlooPayload | NcclGroup) -> Iterator[WeightChunk]:
-        places = itertools.cycle(range(NUM_BUCKETS if payloads.ahead else 1))
+        places = itertools.cycle(range(payloads.num_buckets if payloads.ahead else 1))
         incoming = Incoming(group, payloads.largest_bytes)
-        following: Arriving | None = None
+        following = deque[Arriving]()
 
-        def start(arriving: Arriving | None) -> Arriving | None:
-            if arriving is not None:
-                arriving.payload = payloads.room(next(places), arriving.nbytes)
-                if arriving.nbytes:
-                    arriving.flight = payloads.start(arriving.payload, arriving.what)
+        def start(arriving: Arriving) -> Arriving:
+            arriving.payload = payloads.room(next(places), arriving.nbytes)
+            if arriving.nbytes:
+                arriving.flight = payloads.start(arriving.payload, arriving.what)
             return arriving
 
         def look_ahead() -> None:
-            nonlocal following
+            """One room is the reader's."""
             if payloads.ahead:
-                following = following or start(incoming.next_if_announced())
+                while len(following) < payloads.num_buckets - 1 and (arriving := incoming.next_if_announced()):
+                    following.append(start(arriving))
                 incoming.listen()
 
-        while (current := following or start(incoming.next())) is not None:
-            following = None
+        while True:
+            if not following:
+                arriving = incoming.next()
+                if arriving is None:
+                    return
+                following.append(start(arriving))
+            current = following.popleft()
             if current.flight is not None:
                 payloads.wait(current.flight, look_ahead)
             assert current.payload is not None

@@ -245,8 +245,9 @@ def _place() -> int:
 class GlooPayload:
     """Payloads that travel as the headers do: what `NcclGroup` is to GPU memory, for CPU memory."""
 
+    num_buckets = 2
     ahead = False
-    """Whether the next bucket is received while the last is read; here that would only take the reader's cores."""
+    """Whether the next buckets are received while one is read; here that would only take the reader's cores."""
 
     def __init__(self, gloo: GlooGroup, *, bucket_bytes: int, largest_bytes: int) -> None:
         self._gloo, self._bucket_bytes = gloo, bucket_bytes

@@ -28,7 +28,6 @@ from weightsync.transports.gloo_group import Flight, GlooGroup
 from weightsync.transports.nccl import UNIQUE_ID_BYTES, Communicator, new_unique_id
 from weightsync.transports.turns import TURNS
 
-NUM_BUCKETS = 2
 _POLL_S = 0.00005
 _FINALIZE_S = 1.0
 _CLOSE_S = 3.0
@@ -58,8 +57,10 @@ _streams = _Streams()
 class NcclGroup:
     """The communicator of one link as one of its ranks sees it. One thread at a time, but for `close`."""
 
+    num_buckets = 4
+    """An announcement takes as long as a bucket of 100 MB between two GPUs; so several are under way."""
     ahead = True
-    """The next bucket is received while the last is read."""
+    """The next buckets are received while one is read."""
 
     def __init__(self, context: LinkContext, gloo: GlooGroup) -> None:
         device = torch.device(context.device)
@@ -84,7 +85,7 @@ class NcclGroup:
         """Collective, after the gloo group's. *bucket_bytes*: the sender's, which all use.
 
         Raises:
-            TransportError, UpdateTimeoutError: a member did not join, or the GPU has no room for two buckets.
+            TransportError, UpdateTimeoutError: a member did not join, or the GPU has no room for the buckets.
         """
         gloo, rank = self._gloo, self._gloo.rank
         TURNS.join(str(self.device), self._token)
@@ -97,7 +98,7 @@ class NcclGroup:
         self.largest_bytes = max(int.from_bytes(text[UNIQUE_ID_BYTES:], "little"), 1)
         self._order = sorted(range(gloo.size), key=lambda member: (gloo.members[member], member))
         self._stream = _streams.take(self.device)
-        for _ in range(NUM_BUCKETS):
+        for _ in range(self.num_buckets):
             self._memory.append(GpuMemory(self.device).pool(self.largest_bytes))
         self._warm_up_moves()
         with self._ends_on_error():
@@ -113,12 +114,12 @@ class NcclGroup:
         Moves([(source, self._memory[1][:64])], self.device).run(digest=True)
 
     def bucket(self, index: int) -> torch.Tensor:
-        """One of the two to send from."""
+        """One of those to send from."""
         self._of_live()
         return self._memory[index]
 
     def room(self, index: int, nbytes: int) -> torch.Tensor:
-        """One of the two to receive into."""
+        """One of those to receive into."""
         return self.bucket(index)[:nbytes]
 
     # ---- a transfer ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from weightsync.chunk import Piece, aligned, as_bytes, from_bytes
-from weightsync.cuda.moves import Move, Moves
+from weightsync.cuda.moves import Move, run_flat
 from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_bytes
 from weightsync.manifest import TensorMeta
 
@@ -72,7 +72,7 @@ def seal(bucket: Bucket, *, content: ContentDigest, digest: bool) -> None:
     """In GPU memory: copy and digest what is left to be, and wait until it is done. Elsewhere it is done already."""
     if not bucket.payload.is_cuda or not bucket.pieces:
         return
-    digests = Moves(bucket.moves, bucket.payload.device).run(digest=digest).tolist()
+    digests = run_flat(bucket.moves, bucket.payload.device, digest=digest).tolist()
     pieces, bucket.pieces, bucket.moves = bucket.pieces, [], []
     for piece, value in zip(pieces, digests, strict=True):
         note_piece(bucket.pieces, msgspec.structs.replace(piece, digest=value if digest else None), content)

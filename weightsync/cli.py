@@ -1,4 +1,4 @@
-"""The command line: `weightsync run FILE.yaml [key.sub=value ...]`, `report`, `timeline` and `schema`."""
+"""The command line: `weightsync run FILE.yaml [key.sub=value ...]`, `doctor` of the same, `report`, `timeline` and `schema`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weightsync.pipeline.config import PipelineConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("file", type=Path, help="the pipeline")
     run.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change a key; the value is YAML")
     run.add_argument("--check", action="store_true", help="check the file, print the effective config, start nothing")
+    doctor = commands.add_parser("doctor", help="start a pipeline and look what would go wrong, without an update")
+    doctor.add_argument("file", type=Path, help="the pipeline")
+    doctor.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change a key; the value is YAML")
+    doctor.add_argument("--json", action="store_true", help="print the findings as a JSON list")
     report = commands.add_parser("report", help="make an HTML page of a run, or of a flight record")
     report.add_argument("past", type=Path, metavar="RUN_DIR", help="the folder of a run, or a flight record (.jsonl)")
     report.add_argument("-o", "--output", type=Path, help="default: report.html in the folder, or beside the record")
@@ -37,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.command in ("report", "timeline"):
         return _tell(options)
+    if options.command == "doctor":
+        return _doctor(options.file, options.overrides, json=options.json)
     return _run(options.file, options.overrides, only_check=options.check)
 
 
@@ -58,16 +68,22 @@ def _tell(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(file: Path, overrides: list[str], *, only_check: bool) -> int:
-    from weightsync.pipeline.check import load
-    from weightsync.pipeline.document import excerpt
+def _doctor(file: Path, overrides: list[str], *, json: bool) -> int:
+    from weightsync.doctor.rendering import as_json, wrong_file
 
-    try:
-        config = load(file, overrides)
-    except ConfigError as error:
-        if line := excerpt(error):
-            print(line, file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr)
+    loaded = _load(file, overrides)
+    if isinstance(loaded, ConfigError):
+        if json:
+            print(as_json([wrong_file(loaded)]))
+        return 2
+    from weightsync.doctor.run import doctor
+
+    return doctor(loaded, json=json)
+
+
+def _run(file: Path, overrides: list[str], *, only_check: bool) -> int:
+    config = _load(file, overrides)
+    if isinstance(config, ConfigError):
         return 2
     if only_check:
         from weightsync.pipeline.records import config_text
@@ -80,3 +96,17 @@ def _run(file: Path, overrides: list[str], *, only_check: bool) -> int:
     from weightsync.pipeline.run import run
 
     return run(config, Console())
+
+
+def _load(file: Path, overrides: list[str]) -> PipelineConfig | ConfigError:
+    """What is wrong with the file, where something is, was said on stderr."""
+    from weightsync.pipeline.check import load
+    from weightsync.pipeline.document import excerpt
+
+    try:
+        return load(file, overrides)
+    except ConfigError as error:
+        if line := excerpt(error):
+            print(line, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
+        return error

@@ -22,7 +22,7 @@ import torch
 
 from weightsync.assembly import GroupAssembly, Loan
 from weightsync.chunk import Piece, WeightChunk
-from weightsync.cuda.moves import Move, Moves
+from weightsync.cuda.moves import Move, run_flat
 from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_view
 from weightsync.errors import DigestError, IncompleteUpdateError, ManifestError, WeightSyncError
 from weightsync.grouptable import GroupTable
@@ -221,7 +221,7 @@ class Coalescer(GroupAssembly):
             ]
             digests: list[int] = []
             if self._verify or any(place is not None for _, place in moves):
-                digests = Moves(moves, chunk.payload.device).run(digest=self._verify).tolist()
+                digests = run_flat(moves, chunk.payload.device, digest=self._verify).tolist()
             for i, ((piece, meta), place) in enumerate(zip(pieces, places, strict=True)):
                 if place is not None and moves[i][1] is None:
                     place.copy_(sources[i])

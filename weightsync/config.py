@@ -69,8 +69,8 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Staging memory that one rank, trainer or engine, may hold for updates."""
     bucket_bytes: int | str = "8MiB"
     """Size of a transport's bucket in CPU memory, and of the steps in which bytes are announced and verified."""
-    gpu_bucket_bytes: int | str = "512MiB"
-    """The same in GPU memory. A transport has two."""
+    gpu_bucket_bytes: int | str = "256MiB"
+    """The same in GPU memory, where cuda_ipc has two of them and broadcast four."""
     digest: bool = True
     """Digest every byte on both sides, before the vote."""
     wire_dtype: dict[str, str] = {}

@@ -12,6 +12,7 @@ class Fence:
     """What one party has heard last; each call must be newer.
 
     A weight sync begins with an opening request (`Describe`, `OpenReceiver`), which retires the one before for good.
+    `Examine` is none of any: whoever looks leaves no trace.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,8 @@ class Fence:
         Raises:
             AgreementError: it is stale. RestartedError: nobody has opened this rank since its process began.
         """
+        if isinstance(call.request, m.Examine):
+            return
         opening = isinstance(call.request, m.Describe | m.OpenReceiver)
         if not self._session and not opening:
             raise RestartedError("this rank takes part in no weight sync: its process was restarted")

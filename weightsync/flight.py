@@ -55,7 +55,7 @@ class Flight:
         self._ranks: dict[str, list[str]] = {}
         self._identities: Mapping[str, Identity] = {}
         self._num_groups: dict[str, int] = {}
-        self._connect_s = 0.0
+        self._connect_s = self._ended = 0.0
         self._parts: dict[str, dict[str, _Part]] = {}
         """Party -> phase -> its part in it."""
         self._live: dict[str, tuple[int, int]] = {}
@@ -135,6 +135,10 @@ class Flight:
             if not part.answered:
                 part.answered = now
 
+    def end(self) -> None:
+        """The attempt is over; what is looked into afterwards is no part of it."""
+        self._ended = time.monotonic()
+
     # ---- telling ------------------------------------------------------------------------------------------------
 
     def progress(self) -> Progress:
@@ -166,7 +170,7 @@ class Flight:
 
     def record(self, error: WeightSyncError | None = None) -> Attempt:
         """What there is to say in the end; *error* ended it."""
-        now = time.monotonic()
+        now = self._ended or time.monotonic()
         for party in self._parts:
             self._give_up(party, now)
         machine = self._machine

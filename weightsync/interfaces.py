@@ -37,7 +37,7 @@ class LinkContext:
     staging_limit_bytes: int
     digest: bool
     count_changed_values: bool = False
-    gpu_bucket_bytes: int = 512 << 20
+    gpu_bucket_bytes: int = 256 << 20
     device: str = "cpu"
     """Where this end's weights lie: "cpu", "cuda:0"."""
     gpus: tuple[str, ...] = ()
@@ -168,7 +168,8 @@ class EngineAdapter(Protocol):
     """One rank of an engine, in the process where its model lives. `runtime_checkable` checks names only.
 
     An attribute `device` (torch.device) says where its weights lie; without one they are taken to be in CPU memory, and
-    bytes reach it there.
+    bytes reach it there. A method `settings()`, where there is one, gives the engine's settings that matter for an update,
+    by name (`weightsync.doctor.facts.ProcessFacts.engine`).
     """
 
     def load_map(self, manifest: Manifest) -> LoadMap:

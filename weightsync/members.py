@@ -14,6 +14,7 @@ from weightsync.identity import Identity, check_versions
 from weightsync.interfaces import Fleet
 from weightsync.manifest import Manifest
 from weightsync.plan import assign_owners, merge_manifests
+from weightsync.report import LoadSummary
 from weightsync.update import UpdateMachine
 
 
@@ -79,18 +80,14 @@ class Members:
 
     def _check_read(self, party: str, ranks: Sequence[m.ReceiverOpened]) -> None:
         """Raises ManifestError for a tensor of which the engine's ranks together read a part: its shape is another."""
-        for name in dict.fromkeys(name for rank in ranks for name in rank.load.read_in_part):
-            if any(name not in rank.load.read_in_part and name not in rank.load.unmapped for rank in ranks):
-                continue  # one of them reads it as a whole
+        for name, count in read_too_little(self.manifest, [rank.load for rank in ranks]).items():
             meta = self.manifest.meta_of(name)
-            count = sum(rank.load.read_in_part.get(name, 0) for rank in ranks)
-            if count < meta.numel:
-                raise ManifestError(
-                    f"{party} reads {count} of the {meta.numel} elements of {meta}: its loader expects another shape (set "
-                    "partial: report, if it cuts the tensor on purpose)",
-                    rank=party,
-                    name=name,
-                )
+            raise ManifestError(
+                f"{party} reads {count} of the {meta.numel} elements of {meta}: its loader expects another shape (set "
+                "partial: report, if it cuts the tensor on purpose)",
+                rank=party,
+                name=name,
+            )
 
     def note_restarted(self, party: str) -> None:
         """A party answers that its process was restarted; `reopen` takes it in again."""
@@ -191,6 +188,18 @@ class Members:
 
     def _ranks(self) -> list[m.ReceiverOpened]:
         return [rank for engine in self.engines.values() for rank in engine.ranks]
+
+
+def read_too_little(manifest: Manifest, loads: Sequence[LoadSummary]) -> dict[str, int]:
+    """Name -> elements that the ranks of one engine read together, for tensors of which they leave some unread."""
+    found = {}
+    for name in dict.fromkeys(name for load in loads for name in load.read_in_part):
+        if any(name not in load.read_in_part and name not in load.unmapped for load in loads):
+            continue  # one of them reads it as a whole
+        count = sum(load.read_in_part.get(name, 0) for load in loads)
+        if count < manifest.meta_of(name).numel:
+            found[name] = count
+    return found
 
 
 def _party(rank: str) -> str:

@@ -13,11 +13,28 @@ import msgspec
 
 from weightsync.config import SyncConfig
 from weightsync.digest import digest_text
+from weightsync.doctor.facts import ProcessFacts
 from weightsync.errors import ErrorInfo, TransportError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest
 from weightsync.report import LoadSummary
 from weightsync.wire import pack, unpack
+
+# ---- looking at a process, at any time ------------------------------------------------------------------------------
+
+
+class Examine(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """To anybody, also without having opened it: what is your process like? Changes nothing."""
+
+    probe_bytes: int = 0
+    """Measure copies of so many bytes; 0: do not."""
+
+
+class Examined(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    identity: Identity
+    rank: int
+    facts: ProcessFacts
+
 
 # ---- opening a weight sync --------------------------------------------------------------------------------------
 
@@ -223,10 +240,11 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 Request = (
-    Describe | OpenReceiver | OpenSender | Connect | Prepare | Transfer | Poll | Apply | Commit | Abort | Close
+    Examine | Describe | OpenReceiver | OpenSender | Connect | Prepare | Transfer | Poll | Apply | Commit | Abort | Close
 )  # fmt: skip
-
-Reply = Description | ReceiverOpened | SenderOpened | Prepared | Pending | Sent | Vote | Applied | Ok | Failed
+Reply = (
+    Examined | Description | ReceiverOpened | SenderOpened | Prepared | Pending | Sent | Vote | Applied | Ok | Failed
+)
 
 
 def applied_by(request: Request) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weightsync.config import SyncConfig
 from weightsync.errors import AgreementError, ConfigError, ManifestError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest, TensorMeta
 from weightsync.registry import check_transport
+
+_OLDEST, _SHARES_GPUS = (2, 18), (2, 30)
+"""Of NCCL: the oldest that can be used, and the oldest that lets ranks share a GPU."""
 
 
 def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
@@ -110,3 +113,26 @@ def _fastest(sender: Identity, receiver: Identity) -> str:
     if sender.gpu == receiver.gpu:
         return "cuda_ipc" if sender.cupy and receiver.cupy else "shared_memory"
     return "broadcast"
+
+
+def why_not_nccl(gpus: tuple[str, ...], *, nccl: str, cupy: bool, environment: Mapping[str, str]) -> str:
+    """Why a link between these GPUs cannot use NCCL; "" where it does.
+
+    Equal at both ends of a link: its planning has compared library and environment (`weightsync.identity.check_nccl`).
+    """
+    if not gpus or not all(gpus):
+        return "not all of its weights lie on a GPU"
+    if not cupy:
+        return "there is no cupy"
+    version = tuple(int(part) for part in nccl.split(".")[:2]) if nccl else ()
+    if version < _OLDEST:
+        return f"NCCL is {nccl}, 2.18 is needed" if nccl else "there is no NCCL"
+    if environment.get("NCCL_COMM_BLOCKING", "0") != "0":
+        return "NCCL_COMM_BLOCKING is set, so that its calls would wait without a bound"
+    if len(set(gpus)) < len(gpus):
+        twice = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
+        if version < _SHARES_GPUS:
+            return f"several of its ranks are on GPU {twice}, and NCCL {nccl} is before 2.30, which allows that"
+        if environment.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            return f"several of its ranks are on GPU {twice}, and NCCL_MULTI_RANK_GPU_ENABLE is not 1"
+    return ""

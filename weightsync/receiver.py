@@ -11,6 +11,7 @@ from weightsync.background import Background
 from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.direct import DirectApply, Way
+from weightsync.doctor.look import look
 from weightsync.errors import EngineStateError, ErrorInfo, ManifestError, TransportError, WeightSyncError
 from weightsync.fence import Fence
 from weightsync.grouptable import GroupTable
@@ -21,7 +22,7 @@ from weightsync.manifest import Manifest
 from weightsync.registry import transport_classes
 from weightsync.report import LoadSummary
 from weightsync.sender import link_context
-from weightsync.staging import check_budget, regroup
+from weightsync.staging import check_budget, group_bytes, regroup
 
 
 class ReceiverRank:
@@ -68,6 +69,9 @@ class ReceiverRank:
 
     def _handle(self, request: m.Request) -> m.Reply:
         match request:
+            case m.Examine():
+                facts = look(self._device, adapter=self._adapter, probe_bytes=request.probe_bytes)
+                return m.Examined(identity=on_device(identify(), self._device), rank=self._rank, facts=facts)
             case m.OpenReceiver():
                 return self._open(request)
             case m.Connect():
@@ -101,9 +105,13 @@ class ReceiverRank:
         self._direct = DirectApply(
             self._adapter, load_map, mode=self._config.direct_apply, audit_every=self._config.audit_every
         )
+        sizes = {group.key: group_bytes(request.manifest, group) for group in load_map.groups}
+        largest = max(sizes, key=lambda key: sizes[key], default="")
         summary = LoadSummary(
             rank=self.name,
             num_groups=len(load_map.groups),
+            largest_group=largest,
+            largest_group_bytes=sizes.get(largest, 0),
             unmapped=load_map.unmapped,
             unfed=load_map.unfed,
             partial=load_map.partial,

@@ -31,6 +31,9 @@ class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: str
     num_groups: int
+    largest_group: str = ""
+    largest_group_bytes: int = 0
+    """Staging that the largest module group needs where its bytes are copied."""
     unmapped: tuple[str, ...] = ()
     """Names that feed nothing on this rank."""
     unfed: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ import torch
 from weightsync import messages as m
 from weightsync.background import Background
 from weightsync.config import SyncConfig
+from weightsync.doctor.look import look
 from weightsync.errors import ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.fanout import LockStep
 from weightsync.fence import Fence
@@ -82,6 +83,8 @@ class SenderRank:
 
     def _handle(self, request: m.Request) -> m.Reply:
         match request:
+            case m.Examine():
+                return self._examine(request)
             case m.Describe():
                 self._config = request.config
                 self._source = TrainerSource(self._get_source, wire_dtype=self._config.wire_dtype)
@@ -116,6 +119,14 @@ class SenderRank:
                 return m.Ok()
             case _:
                 raise WeightSyncError(f"a trainer cannot handle {type(request).__name__}")
+
+    def _examine(self, request: m.Examine) -> m.Examined:
+        """Where the weights lie is known once they were described."""
+        device, shared = torch.device("cpu"), False
+        if self._source is not None:
+            device, shared = self._source.device, self._source.in_shared_memory
+        facts = look(device, shares_memory=shared, probe_bytes=request.probe_bytes)
+        return m.Examined(identity=self._identity, rank=0, facts=facts)
 
     def _open(self, request: m.OpenSender) -> m.SenderOpened:
         if not request.keep:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from weightsync import messages as m
 from weightsync.blame import explain
 from weightsync.calls import Calls
 from weightsync.chunk import aligned
@@ -124,6 +123,7 @@ class Session:
                 self._members.reopen(decided=self._log.decided)
                 report = self._attempt(last=retries == 0)
             except WeightSyncError as error:
+                self._flight.end()
                 unwell = self._members.unwell()
                 explain(error, unwell, self._members.identities())
                 self._members.note_gone(unwell)
@@ -369,11 +369,7 @@ class Session:
         """Break all links; engines keep serving the version they have."""
         self._linked = False
         parties = {*self._fleet.trainers, *self._fleet.engines}
-        for party in parties:
-            self._calls.send(party, m.Close())
-        deadline = time.monotonic() + min(5.0, self._config.timeout_s)
-        while parties and time.monotonic() < deadline:
-            parties -= {party for party, _ in self._calls.replies(0.1)}
+        self._calls.goodbye(parties, within_s=min(5.0, self._config.timeout_s))
         self._log.close()
 
 

@@ -49,6 +49,7 @@ class TrainerSource:
         self._wire_dtype = wire_dtype
         self._held = False
         self._device = torch.device("cpu")
+        self._in_shared_memory = False
         self._sharded = False
         self._known: tuple[Manifest, dict[str, _Known]] | None = None
         self._checked: _Checked | None = None
@@ -66,6 +67,11 @@ class TrainerSource:
         """Where the weights lay when `manifest` looked: the device of the first tensor that is not on the CPU."""
         return self._device
 
+    @property
+    def in_shared_memory(self) -> bool:
+        """Whether, when `manifest` looked, every tensor lay in CPU memory that other processes can map."""
+        return self._in_shared_memory
+
     def manifest(self) -> Manifest:
         """Names, wire dtypes, shapes and ties. Where making the pairs is collective, so is this.
 
@@ -79,8 +85,10 @@ class TrainerSource:
         shards: dict[tuple[object, ...], str] = {}
         pairs, lazy = self._look()
         self._device = torch.device("cpu")
+        self._in_shared_memory = self._held
         for name, tensor in pairs:
             meta = self._meta(name, tensor)
+            self._in_shared_memory = self._in_shared_memory and tensor.device.type == "cpu" and tensor.is_shared()
             if self._device.type == "cpu":
                 self._device = tensor.device
             canonical: str | None = None

@@ -18,6 +18,7 @@ from weightsync.errors import TransportError, UpdateTimeoutError
 from weightsync.identity import nccl_version
 from weightsync.interfaces import LinkContext
 from weightsync.manifest import Manifest
+from weightsync.plan import why_not_nccl
 from weightsync.registry import register_transport, unregister_transport
 from weightsync.testing import TransportSuite
 from weightsync.testing.apart import (
@@ -42,7 +43,6 @@ from weightsync.testing.link import (
 )
 from weightsync.testing.suite import at_most, raises
 from weightsync.testing.transport_bytes import MovesExactBytes
-from weightsync.transports.backend import why_not_nccl
 from weightsync.transports.broadcast import BroadcastReceiver, BroadcastSender
 from weightsync.transports.nccl_group import warm_up
 

@@ -19,11 +19,12 @@ from weightsync.fanout import LockStep
 from weightsync.identity import nccl_version
 from weightsync.interfaces import LinkContext
 from weightsync.manifest import Manifest
+from weightsync.plan import why_not_nccl
 from weightsync.testing import TransportSuite
 from weightsync.testing.link import Pairs, Tensors, TransportCase, items, model, receive_all, transfer
 from weightsync.testing.suite import at_most, raises
 from weightsync.transports import backend, nccl, nccl_group
-from weightsync.transports.backend import backend_of, why_not_nccl
+from weightsync.transports.backend import backend_of
 from weightsync.transports.broadcast import BroadcastReceiver, BroadcastSender
 from weightsync.transports.turns import Turns
 

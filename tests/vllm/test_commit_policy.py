@@ -3,6 +3,7 @@ doubt, and refuses updates in states that would make them wrong."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,9 @@ import pytest
 import torch
 
 import weightsync as ws
+from weightsync.doctor.diagnosis import diagnose
+from weightsync.doctor.examination import Examination
+from weightsync.doctor.finding import Finding
 from weightsync.sender import SenderRank
 from weightsync.session import Session
 from weightsync.testing import LocalFleet, in_process_party
@@ -386,3 +390,77 @@ def test_a_known_bug_is_refused_where_the_engine_has_it(
         own["fused_experts"].ab_strides1 = None
         monkeypatch.setattr(vllm, "__version__", has_it)
         refuse_unfit(worker)
+
+
+# ---- what a doctor sees of it ---------------------------------------------------------------------------------------
+
+
+def examined(engine: Engine, source: Callable[[], Weights] | None = None, **settings: Any) -> list[Finding]:
+    """What a doctor finds that is not green."""
+    sender = engine.sender if source is None else SenderRank(0, source)
+    fleet = LocalFleet([in_process_party([sender])], [engine.party])
+    evidence = Examination(fleet, ws.SyncConfig(**({"timeout_s": 60} | settings))).run()
+    fleet.close()
+    return [finding for finding in diagnose(evidence) if finding.level != "green"]
+
+
+def test_a_doctor_finds_a_sound_engine_sound_and_leaves_it_so(engine: Engine) -> None:
+    assert examined(engine) == []
+    assert engine.is_exact(engine.ask())
+    session = engine.connect()
+    version = session.version
+    assert session.update().version == version + 1
+    session.close()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_doctor_names_the_cure_of_such_a_state(state: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter, cure = STATES[state]
+    with monkeypatch.context() as patch:
+        enter(engine.worker, patch)
+        (finding,) = examined(engine)
+    assert (finding.check, finding.level, finding.party) == ("state", "red", "engine 0 rank 0")
+    assert re.search(cure, f"{finding.found} {finding.cure}")
+
+
+def test_a_doctor_finds_what_settings_and_names_do_to_a_real_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache,) = examined(engine, on_commit=())
+    assert (cache.check, cache.level) == ("prefix cache", "red")
+
+    (asleep,) = (f for f in of_a_sleeping_one(engine, monkeypatch) if f.check == "load map")
+    assert asleep.level == "red"
+    assert "call wake_up()" in asleep.cure
+
+    def without_keys() -> Weights:
+        return {name: t for name, t in engine.sets[engine.at].items() if "layers.0.self_attn.k_proj" not in name}
+
+    partial = {f.check: f for f in examined(engine, without_keys)}["parameters fed in part"]
+    assert partial.level == "red"
+    assert "qkv_proj" in partial.found
+
+    def in_fp32() -> Weights:
+        return {name: t.float() for name, t in engine.sets[engine.at].items()}
+
+    (cast,) = examined(engine, in_fp32)
+    assert (cast.check, cast.level) == ("dtype casts", "yellow")
+    assert "float32 -> bfloat16" in cast.found
+
+    extension = next(base for base in type(engine.worker).__mro__ if "weightsync_handle" in vars(base))
+    with monkeypatch.context() as patch:
+        patch.delattr(extension, "weightsync_handle")
+        (missing,) = (f for f in examined(engine) if f.check == "worker extension")
+    assert 'worker_extension_cls="weightsync.' in missing.cure
+    assert engine.is_exact(engine.ask())
+
+
+def of_a_sleeping_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """With the LLM put to sleep."""
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm.model_config, "enable_sleep_mode", True)
+        engine.llm.sleep(level=1)
+        try:
+            return examined(engine)
+        finally:
+            engine.llm.wake_up()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -103,6 +104,29 @@ class Moves:
                 if self._digest and i < self.count:
                     found[i] = digest_words(_flat_bytes(source))
         return found
+
+
+def run_flat(moves: Sequence[Move], device: torch.device, *, digest: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """`Moves.run` of moves between contiguous bytes. What was compiled for them is kept for a while: buckets and stages are
+    filled alike at every update, and compiling takes longer than copying half a gigabyte."""
+    if device.type == "cpu":
+        return Moves(moves, device).run(digest=digest)
+    key = (device, *((s.data_ptr(), d.data_ptr() if d is not None else 0, s.numel()) for s, d in moves))
+    with _kept_lock:
+        compiled = _kept.pop(key, None)  # so that nobody else runs it meanwhile
+    compiled = compiled or Moves(moves, device)
+    found = compiled.run(digest=digest)
+    with _kept_lock:
+        _kept[key] = compiled
+        while len(_kept) > _MOST_KEPT:
+            del _kept[next(iter(_kept))]
+    return found
+
+
+_MOST_KEPT = 128
+_kept: dict[tuple[object, ...], Moves] = {}
+"""By device and places; used last, last."""
+_kept_lock = threading.Lock()
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

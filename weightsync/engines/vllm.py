@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload import meta as reload_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from weightsync.engines.vllm_state import draft_targets, refuse_unfit
+from weightsync.engines.vllm_state import draft_targets, refuse_unfit, settings_of
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest
 from weightsync.ranks import rank_in_engine
@@ -130,6 +130,10 @@ class VllmAdapter:
         refuse_unfit(self._worker)
         if any(layerwise.get_layerwise_info(module).can_load() for module in self._model().modules()):
             self._abort_reload()  # left behind by a reload that failed outside weightsync
+
+    def settings(self) -> dict[str, bool | int | str]:
+        """For `weightsync doctor`."""
+        return settings_of(self._worker)
 
     def apply(self, groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> int:
         """One `reload_weights`, fed by a generator of whole groups.

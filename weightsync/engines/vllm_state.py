@@ -48,6 +48,20 @@ def refuse_unfit(worker: Any) -> None:
             raise EngineStateError(f"vLLM {vllm.__version__}: {bug.symptom} (vllm#{bug.upstream}). {bug.cure}")
 
 
+def settings_of(worker: Any) -> dict[str, bool | int | str]:
+    """Settings that matter for an update; those that this vLLM does not have are left out."""
+    config = worker.vllm_config
+    found = {
+        "prefix_caching": getattr(config.cache_config, "enable_prefix_caching", None),
+        "sleep_mode": getattr(config.model_config, "enable_sleep_mode", None),
+        "asleep": _weights_asleep(),
+        "eplb": getattr(config.parallel_config, "enable_eplb", None),
+        "tensor_parallel_size": getattr(config.parallel_config, "tensor_parallel_size", None),
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
 # ---- draft models ---------------------------------------------------------------------------------------------------
 
 

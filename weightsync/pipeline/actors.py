@@ -35,8 +35,11 @@ class TrainerActor:
         os.environ.update(env)
         self.user = resolve(path)(**arguments)
 
+    def asks(self) -> bool:
+        return hasattr(self.user, "prompts")
+
     def prompts(self, step: int) -> list[Any]:
-        return list(self.user.prompts(step)) if hasattr(self.user, "prompts") else []
+        return list(self.user.prompts(step)) if self.asks() else []
 
     def rewarded(self, rollouts: list[Rollout]) -> list[Rollout]:
         """With `rewards`, where the trainer has `reward`."""
@@ -70,6 +73,9 @@ class VllmEngineActor:
         self.sampling = sampling
         self.target = LLM(**{"model": model, **arguments, "worker_extension_cls": EXTENSION})
 
+    def answers(self) -> bool:
+        return True
+
     def rollout(self, prompts: Sequence[Any], seed: int) -> Answers:
         """Answer every prompt; the answers to one are drawn with seed, seed + 1 and so on, and no two share one."""
         from vllm import SamplingParams
@@ -102,8 +108,11 @@ class TorchEngineActor:
                 "one as its attribute model"
             )
 
+    def answers(self) -> bool:
+        return hasattr(self.engine, "rollout")
+
     def rollout(self, prompts: Sequence[Any], seed: int) -> Answers:
-        if not hasattr(self.engine, "rollout"):
+        if not self.answers():
             raise TypeError(
                 f"the trainer has prompts, but {type(self.engine).__name__} has no method rollout(prompts, *, seed); "
                 "add it to engines.class, or remove prompts from the trainer"

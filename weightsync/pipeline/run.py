@@ -72,7 +72,7 @@ def _end(records: Records, code: int, last_line: str, display: Display) -> None:
 def _run(config: PipelineConfig, records: Records, display: Display, stopping: Stopping) -> None:
     display.say(config_text(config).rstrip())
     with display.stage("model"):
-        model = _model(config)
+        model = model_path(config)
     fleet = Fleet(config)
     sync: WeightSync | None = None
     try:
@@ -94,7 +94,7 @@ def _run(config: PipelineConfig, records: Records, display: Display, stopping: S
         stopping.catch()
 
 
-def _model(config: PipelineConfig) -> str | None:
+def model_path(config: PipelineConfig) -> str | None:
     """The model's path or name; made first, where the file says how."""
     model = config.model
     if isinstance(model, ModelMaker):
