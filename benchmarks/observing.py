@@ -3,8 +3,8 @@
     python -m benchmarks.observing [--rounds 60] [--out benchmarks/results/observing.json]
 
 One trainer and two engines on a real local Ray, SmolLM2-135M's tensors. Updates that are looked at and updates that are not take
-turns. Beside the ratio of the two, which a busy machine blurs, stands what the parts took by themselves in the same updates; what the
-coordinator does for an attempt's record, which is always on, is timed on messages like theirs.
+turns. Beside the ratio of the two, which a busy machine blurs, stands what the parts took by themselves in the same updates, as a share of
+the fastest; what the coordinator does for an attempt's record, which is always on, is timed on messages like theirs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from weightsync import messages as m
 from weightsync.flight import Flight
 from weightsync.identity import identify
 from weightsync.pipeline.config import EnginesConfig, PipelineConfig, RunConfig, TrainerConfig
-from weightsync.pipeline.display import Display
+from weightsync.pipeline.display import LOOK_S, Display
 from weightsync.pipeline.records import Records
 from weightsync.ray_actors.watching import Watching
 from weightsync.report import LoadSummary
 from weightsync.update import UpdateMachine
 
 WARM_UP = 4
+PARTS = ("record", "metrics", "run", "display")
 METRICS = {"reward": 0.5, "loss": 0.1, "gap": 0.04}
 
 
@@ -59,7 +60,7 @@ def measured(rounds: int, folder: Path) -> dict[str, list[float]]:
         Watching(ws.SyncConfig(flight_record=str(folder / "record.jsonl"))),
         Watching(ws.SyncConfig(metrics=True)),
     )
-    found: dict[str, list[float]] = {name: [] for name in ("alone", "looked_at", "record", "metrics", "run", "display")}
+    found: dict[str, list[float]] = {name: [] for name in ("alone", "looked_at", *PARTS, "look_cpu")}
     with (
         open(os.devnull, "w") as nowhere,
         ws.connect(trainers=[trainer], engines=engines, source="model", target="model") as sync,
@@ -86,15 +87,17 @@ def measured(rounds: int, folder: Path) -> dict[str, list[float]]:
                     marks.append(time.perf_counter())
                     display.row(i, report.version, METRICS, 1.0, report)
                     marks.append(time.perf_counter())
-                    for part, begin, end in zip(
-                        ("record", "metrics", "run", "display"), marks, marks[1:], strict=False
-                    ):
+                    for part, begin, end in zip(PARTS, marks, marks[1:], strict=False):
                         seconds[part] = end - begin
                 seconds[name] = time.perf_counter() - started
             if i >= WARM_UP:
                 for name, value in seconds.items():
                     found[name].append(value)
         display.end()
+        for _ in range(50):  # the live display's look at the coordinator; its process does as much again
+            began = time.process_time()
+            sync.progress()
+            found["look_cpu"].append(time.process_time() - began)
     ray.shutdown()
     return found
 
@@ -149,7 +152,7 @@ def main() -> None:
         found = measured(asked.rounds, Path(folder))
     ms = {name: round(1e3 * statistics.median(values), 4) for name, values in found.items()}
     ms["flight"] = round(1e3 * flight_s(2, 10), 4)
-    looking = sum(ms[name] for name in ("record", "metrics", "run", "display", "flight"))
+    fastest_ms = 1e3 * min(*found["alone"], *found["looked_at"])
     result = {
         "rounds": asked.rounds,
         "median_ms": ms,
@@ -158,7 +161,8 @@ def main() -> None:
         "median_of_ratios": round(
             statistics.median(a / b for a, b in zip(found["looked_at"], found["alone"], strict=True)), 4
         ),
-        "parts_over_alone": round(looking / ms["alone"], 5),
+        "parts_over_fastest": round(sum(ms[name] for name in (*PARTS, "flight")) / fastest_ms, 5),
+        "look_share": round(2 * statistics.median(found["look_cpu"]) / LOOK_S, 5),
     }
     print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
     write_record(asked.out, ("weightsync", "torch", "ray", "rich", "msgspec"), result)

@@ -1,4 +1,7 @@
-"""What a run shows: a table that grows, live on a terminal with the update under way, plain aligned lines elsewhere."""
+"""What a run shows: aligned lines, a step each; on a terminal also what is under way, below them.
+
+Lines are written once: a table that grows and is drawn again and again costs a core after some hundred steps.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
@@ -19,7 +21,8 @@ from weightsync.report import Progress, UpdateReport
 
 _MAX_METRICS = 6
 _MAX_ENGINES = 8
-_LOOK_S = 0.25
+LOOK_S = 0.25
+"""From one look at an update under way to the next."""
 
 
 class Display:
@@ -29,13 +32,12 @@ class Display:
         self._console = console
         self._names: tuple[str, ...] | None = None
         self._widths: tuple[int, ...] = ()
-        self._table: Table | None = None
         self._live: Live | None = None
         self.at = "the start"
         """What the run is at, for whoever must say where it stopped."""
 
-    def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+    def say(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
@@ -69,7 +71,7 @@ class Display:
         over = threading.Event()
 
         def follow() -> None:
-            while not over.wait(_LOOK_S):
+            while not over.wait(LOOK_S):
                 if (progress := look()) is not None and not over.is_set():
                     self._show(Group(Spinner("dots", text=f"{self.at}: {_headline(progress)}"), engine_table(progress)))
 
@@ -83,7 +85,7 @@ class Display:
 
     def _show(self, below: RenderableType) -> None:
         if self._live is not None:
-            self._live.update(Group(self._table, below) if self._table is not None else below)
+            self._live.update(below)
 
     def row(
         self, step: int, version: int, metrics: Mapping[str, float], seconds: float, update: UpdateReport | None
@@ -93,12 +95,9 @@ class Display:
             self._names = tuple(metrics)[:_MAX_METRICS]
             columns = ("step", "version", *self._names, "update s", "pause s", "GB/s", "changed", "step s")
             self._widths = tuple(max(len(column), 9 if column in self._names else 7) for column in columns)
-            caption = "version: of the weights that sampled; update: the one after the step"
-            self._table = Table(*columns, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, caption=caption)
-            for column in self._table.columns:
-                column.justify, column.no_wrap = "right", True
-            if not self._console.is_terminal:
-                self._line(columns)
+            if self._console.is_terminal:
+                self.say("version: of the weights that sampled; update: the one after the step", style="dim")
+            self._line(columns, style="bold")
         changed = update.changed_values if update else None
         cells = (
             str(step),
@@ -110,20 +109,17 @@ class Display:
             f"{changed / update.total_values:.1%}" if update and changed is not None and update.total_values else "-",
             f"{seconds + (update.seconds if update else 0):.1f}",
         )
-        assert self._table is not None
-        self._table.add_row(*cells)
-        if not self._console.is_terminal:
-            self._line(cells)
+        self._line(cells)
 
     def end(self) -> None:
-        """Leave the finished table on a terminal."""
+        """Nothing is under way any more."""
         if self._live is not None:
-            self._live.update(self._table or "")
+            self._live.update("")
             self._live.stop()
             self._live = None
 
-    def _line(self, texts: tuple[str, ...]) -> None:
-        self.say("  ".join(text.rjust(width) for text, width in zip(texts, self._widths, strict=True)))
+    def _line(self, texts: tuple[str, ...], style: str | None = None) -> None:
+        self.say("  ".join(text.rjust(width) for text, width in zip(texts, self._widths, strict=True)), style)
 
 
 def _headline(progress: Progress) -> str:
