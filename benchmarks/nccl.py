@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common import write_record
 from weightsync.cuda.memory import GpuMemory
-from weightsync.cuda.moves import Move, Moves
+from weightsync.cuda.moves import Move, run_flat
 from weightsync.identity import nccl_version
 from weightsync.interfaces import LinkContext, Transfer
 from weightsync.manifest import Manifest, TensorMeta
@@ -110,14 +110,16 @@ class Rank:
     def move(self, version: int, digest: bool) -> None:
         of = Transfer(version=version, manifest=self.manifest, names=tuple(self.tensors), held=True)
         if self.rank == 0:
-            self.end.send(of, [(self.manifest.by_name[name], tensor) for name, tensor in self.tensors.items()])
+            tensors = [(self.manifest.by_name[name], tensor) for name, tensor in self.tensors.items()]
+            self.end.begin(tensors)
+            self.end.send(of, iter(tensors))
             return
         for chunk in self.end.receive(of):
             moves: list[Move] = []
             for piece in chunk.pieces:
                 place = self.tensors[piece.name].view(torch.uint8)[piece.start : piece.start + piece.nbytes]
                 moves.append((chunk.payload[piece.offset : piece.offset + piece.nbytes], place))
-            found = Moves(moves, self.device).run(digest=digest)
+            found = run_flat(moves, self.device, digest=digest)
             assert not digest or found.tolist() == [piece.digest for piece in chunk.pieces]
             chunk.release()
 

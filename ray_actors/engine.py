@@ -17,7 +17,7 @@ from weightsync.engines.torch_module import TorchModuleAdapter
 from weightsync.errors import ConfigError
 from weightsync.ray_actors.engine_side import EngineSide
 from weightsync.ray_actors.guard import ModuleGuard, guard_of
-from weightsync.ray_actors.side import Locator, Side, locate
+from weightsync.ray_actors.side import Locator, Side, has_two_roles, locate
 from weightsync.ray_actors.vllm_side import AsyncVllmSide, VllmSide
 from weightsync.receiver import ReceiverRank
 
@@ -47,7 +47,9 @@ def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | N
             f"target: a {type(engine).__name__} is no engine; expected a torch.nn.Module, a vllm.LLM or a vllm AsyncLLM",
             key="target",
         )
-    return kind(engine, lambda: locate(actor, target, key="target"))
+    side = kind(engine, lambda: locate(actor, target, key="target"))
+    side.is_trainer_too = lambda: has_two_roles(actor)
+    return side
 
 
 class ModuleSide(EngineSide):
@@ -62,6 +64,12 @@ class ModuleSide(EngineSide):
         self._note_applied(call.request, replies)
         self._settle(call.request, replies)
         return self._encode(call.request, replies)
+
+    def get_ready(self) -> None:
+        self._rank.get_ready()
+
+    def stand_down(self) -> None:
+        self._rank.stand_down()
 
     def discard(self) -> None:
         self._rank.discard()

@@ -36,6 +36,8 @@ class EngineSide(ABC):
     def __init__(self, engine: Any, find: Callable[[], Any], guard: Guard) -> None:
         """*find* looks the engine up again, so that a replaced one is noticed."""
         self.engine = engine
+        self.is_trainer_too: Callable[[], bool] = lambda: False
+        """Whether what is sent to it comes from the same actor, which must be free to send it."""
         self.guard = guard
         self.fence = Fence()
         self._find = find
@@ -62,12 +64,14 @@ class EngineSide(ABC):
             request = call.request
             if isinstance(request, m.OpenReceiver):
                 self._config, self._name = request.config, f"engine {request.engine}"
+            if isinstance(request, m.Transfer) and (self.pauses or self.is_trainer_too()):
+                request = msgspec.structs.replace(request, apply=False)  # it is told to apply apart
+                call = msgspec.structs.replace(call, request=request)
             if isinstance(request, m.Prepare) and self._find() is not self.engine:
                 raise EngineStateError("the actor's engine was replaced by another since connect; connect again")
         except WeightSyncError as error:
             return [encode(m.Failed(error=ErrorInfo.of(error)))]
-        if not (self.pauses and isinstance(request, m.Transfer)):  # it will be told to apply apart
-            self._pause.before(request)
+        self._pause.before(request)
         return self._start(call)
 
     @abstractmethod
@@ -76,9 +80,11 @@ class EngineSide(ABC):
     def result(self, number: int) -> list[bytes] | None:
         raise AssertionError("this engine answers at once")
 
-    def get_ready(self) -> None: ...  # noqa: B027 - nothing takes long enough
+    def get_ready(self) -> None:  # noqa: B027 - vLLM's workers are told by messages alone
+        pass
 
-    def stand_down(self) -> None: ...  # noqa: B027
+    def stand_down(self) -> None:  # noqa: B027
+        pass
 
     def discard(self) -> None:  # noqa: B027 - vLLM's workers end with their engine
         """Another engine has taken this one's place."""

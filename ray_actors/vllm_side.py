@@ -171,10 +171,8 @@ class AsyncVllmSide(BaseVllmSide):
                     "replica only, so the others cannot be checked; use one AsyncLLM per replica"
                 )
                 return [encode(m.Failed(error=ErrorInfo.of(error)))]
-        if isinstance(request, m.Poll | m.Transfer):
-            # A worker that waits keeps the engine from generating; and it is paused while what comes can be received.
-            changes = {"wait_s": 0.0} | ({"apply": False} if isinstance(request, m.Transfer) else {})
-            request = msgspec.structs.replace(request, **changes)
+        if isinstance(request, m.Poll | m.Transfer):  # a worker that waits keeps the engine from generating
+            request = msgspec.structs.replace(request, wait_s=0.0)
             call = msgspec.structs.replace(call, request=request)
         self._newest = call
         try:

@@ -14,13 +14,16 @@ import torch
 
 from weightsync.chunk import Piece
 from weightsync.errors import TransportError
+from weightsync.transports.bucketplan import BucketPlan
 from weightsync.transports.gloo_group import Flight, GlooGroup
 from weightsync.wire import pack, unpack
 
+PLAN = -1
+"""In place of a payload's size: the header is a plan of many."""
 _MAX_HEADER_BYTES = 64 << 20
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, tag=True, frozen=True):
     """What a bucket holds."""
 
     version: int
@@ -28,11 +31,12 @@ class Header(msgspec.Struct, frozen=True):
     pieces: tuple[Piece, ...]
 
 
-_headers = msgspec.msgpack.Decoder(Header)
+_headers: msgspec.msgpack.Decoder[Header | BucketPlan] = msgspec.msgpack.Decoder(Header | BucketPlan)
 
 
-def announce(group: GlooGroup, header: Header | None, nbytes: int, what: str) -> Callable[[], None]:
-    """Begin to say what comes, or that nothing does; returns how to wait until it was said."""
+def announce(group: GlooGroup, header: Header | BucketPlan | None, nbytes: int, what: str) -> Callable[[], None]:
+    """Begin to say what comes, or that nothing does; returns how to wait until it was said. *nbytes*: of the payload; `PLAN`
+    for a plan."""
     encoded = pack(header) if header is not None else b""
     sizes = torch.tensor([len(encoded), nbytes], dtype=torch.int64)
     parts = [sizes, torch.frombuffer(bytearray(encoded), dtype=torch.uint8)] if encoded else [sizes]
@@ -104,7 +108,7 @@ class Incoming:
         if header_bytes == 0:
             self._ended = True
             return None
-        if not (0 < header_bytes <= _MAX_HEADER_BYTES and 0 <= payload_bytes <= self._largest_bytes):
+        if not (0 < header_bytes <= _MAX_HEADER_BYTES and PLAN <= payload_bytes <= self._largest_bytes):
             raise TransportError(
                 f"{self._group.who}: it announced a bucket of {payload_bytes} bytes, the largest has {self._largest_bytes}"
             )
@@ -113,6 +117,31 @@ class Incoming:
 
     def header(self, arriving: Arriving) -> Header:
         """Wait for the names of what is in it."""
+        found = self._read(arriving)
+        assert isinstance(found, Header), found
+        return found
+
+    def plan(self, arriving: Arriving) -> BucketPlan:
+        """Wait for what will come without being announced.
+
+        Raises:
+            TransportError: it is not possible.
+        """
+        found = self._read(arriving)
+        if (
+            not isinstance(found, BucketPlan)
+            or len(found.nbytes) != len(found.buckets)
+            or not all(0 < nbytes <= self._largest_bytes for nbytes in found.nbytes)
+        ):
+            raise TransportError(f"{self._group.who}: the plan of its buckets is not possible")
+        return found
+
+    def watch(self) -> None:
+        """Raises TransportError where the sender is gone."""
+        self.listen()
+        self._group.is_done(self._work, self._what)
+
+    def _read(self, arriving: Arriving) -> Header | BucketPlan:
         self._group.wait(arriving.said, arriving.what)
         try:
             return unpack(arriving.text.numpy().tobytes(), _headers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -26,9 +26,10 @@ from weightsync.errors import TransportError, WeightSyncError
 from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import TensorMeta
 from weightsync.ranks import SENDER, group_rank
-from weightsync.transports.announcements import Arriving, Header, Incoming, announce
+from weightsync.transports.announcements import PLAN, Arriving, Header, Incoming, announce
 from weightsync.transports.backend import backend_of
-from weightsync.transports.gloo_group import Address, GlooGroup, GlooPayload, node_host
+from weightsync.transports.bucketplan import BucketPlan, PlannedBuckets, can_plan, note
+from weightsync.transports.gloo_group import Address, Flight, GlooGroup, GlooPayload, node_host
 from weightsync.transports.nccl_group import NcclGroup
 
 _JOIN_S = 0.0005
@@ -44,6 +45,9 @@ class BroadcastSender(SenderTransport):
         self._group: GlooGroup | None = None
         self._payloads: GlooPayload | NcclGroup | None = None
         self._total_bytes = 0
+        self._planned: PlannedBuckets | None = None
+        self._is_begun = False
+        """Its digests have been started for the version that comes."""
 
     def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
         context, backend = self.context, backend_of(self.context)
@@ -69,6 +73,21 @@ class BroadcastSender(SenderTransport):
             size = self._bucket_bytes(self.context.gpu_bucket_bytes, NcclGroup.num_buckets)
             self._payloads.connect(min(size, self._total_bytes))
 
+    def begin(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
+        """Over NCCL: plan the buckets, and start to digest what is in them."""
+        self._is_begun = False
+        payloads = self._payloads
+        if not isinstance(payloads, NcclGroup) or not can_plan(tensors, payloads.device):
+            self._planned = None
+            return
+        torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
+        if self._planned is None or not self._planned.is_of(tensors):
+            buckets = [payloads.bucket(i) for i in range(payloads.num_buckets)]
+            self._planned = PlannedBuckets(tensors, buckets, payloads.device)
+        if self.context.digest:
+            self._planned.start()
+        self._is_begun = True
+
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         assert self._group is not None and self._payloads is not None, "send before open"
         group, payloads = self._group, self._payloads
@@ -76,10 +95,37 @@ class BroadcastSender(SenderTransport):
             if isinstance(payloads, NcclGroup):
                 torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
             payloads.begin()
+            begun, self._is_begun = self._is_begun and transfer.held, False
+            if begun and isinstance(payloads, NcclGroup) and not payloads.in_turns:
+                assert self._planned is not None
+                for _ in tensors:  # it is to be asked for all
+                    pass
+                return self._send_planned(transfer, self._planned, group, payloads)
             return self._send(transfer, tensors, group, payloads)
         except Exception:
             payloads.stop()
             raise
+
+    def _send_planned(
+        self, transfer: Transfer, planned: PlannedBuckets, group: GlooGroup, payloads: NcclGroup
+    ) -> TransferStats:
+        """Say once what comes, then send it: an announcement takes as long as 200 MB between two GPUs."""
+        plan = planned.tell(transfer.version, transfer.manifest.digest, digest=self.context.digest)
+        said = announce(group, plan, PLAN, "the plan of its buckets")
+        in_flight = deque[Flight]()
+        for number in range(len(plan.buckets)):
+            if len(in_flight) == payloads.num_buckets:
+                payloads.wait(in_flight.popleft())
+            in_flight.append(
+                payloads.start(planned.fill(number), f"bucket {number} ({plan.buckets[number][0].name}, ...)")
+            )
+        content = ContentDigest()
+        note(plan, content)
+        said()
+        while in_flight:
+            payloads.wait(in_flight.popleft())
+        announce(group, None, 0, "the end")()
+        return TransferStats(content.nbytes, content.value)
 
     def _send(
         self,
@@ -126,6 +172,7 @@ class BroadcastSender(SenderTransport):
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
+        self._planned = None
         if self._payloads is not None:
             self._payloads.close()
 
@@ -233,6 +280,9 @@ class BroadcastReceiver(ReceiverTransport):
                 arriving = incoming.next()
                 if arriving is None:
                     return
+                if arriving.nbytes == PLAN and isinstance(payloads, NcclGroup):
+                    yield from self._receive_planned(incoming, incoming.plan(arriving), payloads)
+                    continue
                 following.append(start(arriving))
             current = following.popleft()
             if current.flight is not None:
@@ -242,6 +292,24 @@ class BroadcastReceiver(ReceiverTransport):
             look_ahead()
             yield chunk
             self._expect_released()
+
+    def _receive_planned(self, incoming: Incoming, plan: BucketPlan, payloads: NcclGroup) -> Iterator[WeightChunk]:
+        """Buckets that nobody announces: all but the reader's are under way."""
+        in_flight = deque[tuple[Flight, torch.Tensor]]()
+        numbers = iter(range(len(plan.buckets)))
+
+        def look_ahead(most: int) -> None:
+            while len(in_flight) < most and (number := next(numbers, None)) is not None:
+                payload = payloads.room(number % payloads.num_buckets, plan.nbytes[number])
+                in_flight.append((payloads.start(payload, f"bucket {number}"), payload))
+
+        look_ahead(payloads.num_buckets)
+        for pieces in plan.buckets:
+            flight, payload = in_flight.popleft()
+            payloads.wait(flight, incoming.watch)
+            yield self._chunk(Header(plan.version, plan.manifest_digest, pieces), payload)
+            self._expect_released()
+            look_ahead(payloads.num_buckets)
 
     def _receive_in_turns(self, group: GlooGroup, payloads: NcclGroup) -> Iterator[WeightChunk]:
         """No turn is held, and nothing received, while a chunk is read: its reader may wait for another link's."""

@@ -208,16 +208,19 @@ class GlooGroup:
 
     def lost(self) -> str:
         """Which members' processes on this host are gone or stopped, in words; "" where none is known to be."""
-        for wait_s in (0.0, _DYING_S):  # a process that dies has closed its connections a moment before
-            time.sleep(wait_s)
-            found = [
-                f"{_name(rank)} (pid {pid}) is {state}"
-                for rank, (place, pid, started, _) in enumerate(self.members)
-                if place == _place() and (state := process_state(pid, started)) in ("gone", "stopped")
-            ]
-            if found:
-                return ", ".join(found)
-        return ""
+        found = self.missed("gone", "stopped")
+        if not found:  # a process that dies has closed its connections a moment before
+            time.sleep(_DYING_S)
+            found = self.missed("gone", "stopped")
+        return found
+
+    def missed(self, *states: str) -> str:
+        """Which members' processes on this host are in one of these states now (default: gone), in words."""
+        return ", ".join(
+            f"{_name(rank)} (pid {pid}) is {state}"
+            for rank, (place, pid, started, _) in enumerate(self.members)
+            if place == _place() and (state := process_state(pid, started)) in (states or ("gone",))
+        )
 
     def abort(self) -> None:
         self.aborted = True

@@ -29,6 +29,7 @@ from weightsync.transports.nccl import UNIQUE_ID_BYTES, Communicator, new_unique
 from weightsync.transports.turns import TURNS
 
 _POLL_S = 0.00005
+_LOOK_S = 0.25
 _FINALIZE_S = 1.0
 _CLOSE_S = 3.0
 _WARM_UP_BYTES = 1 << 20
@@ -188,14 +189,20 @@ class NcclGroup:
         self._poll(lambda: self._of_live().is_ready(), what)
 
     def _poll(self, is_done: Callable[[], bool], what: str, meanwhile: Callable[[], None] | None = None) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        looked = time.monotonic()
+        deadline = looked + self._timeout_s
         with self._ends_on_error():
             while not is_done():
                 self._gloo.check()
                 if meanwhile is not None:
                     meanwhile()
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now > deadline:
                     raise self._gloo.late(what)
+                if now > looked + _LOOK_S:  # of a process that died while the GPUs talk to each other nobody is told
+                    looked = now
+                    if lost := self._gloo.missed():
+                        raise TransportError(f"{self._gloo.who} is broken at {what}; {lost}")
                 time.sleep(_POLL_S)
 
     def _of_live(self) -> Communicator:

@@ -15,6 +15,7 @@ Threads: any number of producers call `put`; one consumer iterates `groups` or w
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -130,8 +131,7 @@ class Coalescer(GroupAssembly):
             self._raise_if_failed()
             if twice := layout.tensors.keys() & self._arrived.keys():
                 raise IncompleteUpdateError(f"{min(twice)} came twice", duplicated=sorted(twice))
-            metas = self.manifest.by_name
-            self._arrived.update((name, [(0, metas[name].nbytes)]) for name in layout.tensors)
+            self._arrived.update(layout.arrived)
             self._sets.append(chunk)
             if self._verify:
                 self._unverified += 1
@@ -168,6 +168,10 @@ class Coalescer(GroupAssembly):
     def _finish_set(self, chunk: WeightSet) -> None:
         """With the lock held."""
         self._whole.update(chunk.layout.tensors)
+        if self._defer_sets and len(self._whole) == len(self.manifest.tensors) == len(chunk.layout.tensors):
+            self._ready = deque(self._groups)  # to be taken all at once, from the set
+            self._notify()
+            return
         for name, tensor in chunk.layout.tensors.items():
             group = self._group_of(name)
             if group is not None:
@@ -302,6 +306,8 @@ class Coalescer(GroupAssembly):
             self._handed_out = len(self._groups)
             self._ready.clear()
             in_sets = {name for chunk in self._sets for name in chunk.layout.tensors}
+            if len(in_sets) == len(self.manifest.tensors):
+                return list(self._sets), {}
             return list(self._sets), {
                 name: tensor for group in self._groups for name, tensor in group.tensors.items() if name not in in_sets
             }

@@ -19,7 +19,7 @@ from weightsync.errors import EnginePoisonedError, EngineStateError
 from weightsync.interfaces import DirectAdapter, EngineAdapter
 from weightsync.loadmap import Copy, LoadMap
 from weightsync.placement import GroupCopies, Live, SetCopies, compile_set, digests_of, run_copies
-from weightsync.qualify import NOT_SEEN, Bystanders, Observation, contested, layout_of, unfit
+from weightsync.qualify import NOT_SEEN, Bystanders, Observation, addresses_of, contested, layout_of, unfit
 from weightsync.weightset import SetLayout
 
 Pairs = list[tuple[str, torch.Tensor]]
@@ -58,6 +58,9 @@ class DirectApply:
         self.reloaded: dict[str, str] = {}
         """Groups that the last update loaded by a reload, with the reason."""
         self._layout: object = None
+        self._addresses: list[int] = []
+        """Of the live tensors, when the update was planned."""
+        self._looked = False
         self._since_audit = 0
         self._pending_for = 0
         """Updates since the last that was watched for groups that have shown nothing yet."""
@@ -90,13 +93,26 @@ class DirectApply:
         """The links are gone, and with them what was compiled for them."""
         self._compiled = {}
 
+    def look(self) -> None:
+        """Whether the live tensors lie as they did; ahead of `plan`, where nothing can move them until then."""
+        if self._direct is not None:
+            live = self._direct.live()
+            if layout_of(live) != self._layout:
+                self._start_anew(self._direct, live)
+            self._addresses = addresses_of(live)
+            self._looked = True
+
+    def look_again(self) -> None:
+        """They may be moved before `plan`."""
+        self._looked = False
+
     def plan(self, *, sets: bool) -> Way:
         """How the next update will be loaded; *sets*: all that comes stays where it lies, in weight sets as far as may be."""
         if self._direct is None:
             return Way.RELOAD
-        live = self._direct.live()
-        if layout_of(live) != self._layout:
-            self._start_anew(self._direct, live)
+        if not self._looked:
+            self.look()
+        self._looked = False
         self._since_audit += 1
         if NOT_SEEN in self.reasons.values():
             # Frozen or constant weights may never show anything; watching costs the others their speed.
@@ -119,12 +135,14 @@ class DirectApply:
             EngineStateError: the engine's parameters have moved since the plan.
             EnginePoisonedError: an audit found that copies and a reload differ; copies are off from then on.
             As `Coalescer.groups`.
+
+        On a GPU what copies did is done when the current stream has come so far.
         """
         self.reloaded = {**dict.fromkeys(self._key_of.values(), way.value), **self.reasons}
         if self._direct is None or way is Way.RELOAD:
             return self._adapter.apply(coalescer.groups(private=self.reasons))
         live = self._direct.live()
-        if layout_of(live) != self._layout:
+        if addresses_of(live) != self._addresses:
             raise EngineStateError("the engine's parameters were moved during the update; update again")
         if self._aliases != coalescer.manifest.aliases:
             self._aliases = coalescer.manifest.aliases
@@ -234,9 +252,8 @@ class DirectApply:
         """What did not qualify, by one reload; none where there is nothing."""
         if self.reasons:
             reloads = adapter.apply(rest)
-        else:
-            for _ in rest:
-                raise AssertionError("every group has qualified")
-            reloads = int(adapter.laid_out_as_loaded)  # copying is how such an engine loads
-        adapter.synchronize()
-        return reloads
+            adapter.synchronize()
+            return reloads
+        for _ in rest:
+            raise AssertionError("every group has qualified")
+        return int(adapter.laid_out_as_loaded)  # copying is how such an engine loads

@@ -237,6 +237,11 @@ def layout_of(live: Live) -> list[object]:
     return [*live, *itertools.chain(*parts)]
 
 
+def addresses_of(live: Live) -> list[int]:
+    """Where live tensors lie: what of `layout_of` changes when something moves them during an update."""
+    return [tensor.data_ptr() for tensor in live.values()]
+
+
 def _laid_out(tensor: torch.Tensor, dtype: str, shape: Sequence[int]) -> bool:
     return (
         str(tensor.dtype).removeprefix("torch.") == dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
@@ -46,6 +47,8 @@ class ReceiverRank:
         self._connecting: Background[m.Ok] | None = None
         self._receiving: list[Background[None]] = []
         self._coalescer: Coalescer | None = None
+        self._ready = False
+        """The engine was looked at, and nothing can have changed it since."""
         self._next: Coalescer | None = None
         """Of the update that is prepared, until it begins."""
         self._began = self._arrived = 0.0
@@ -171,7 +174,9 @@ class ReceiverRank:
     def _prepare(self, request: m.Prepare) -> m.Prepared:
         if self._manifest is None or self._load_map is None or not self._links:
             raise TransportError("the links are not open")
-        self._adapter.check_ready()
+        if not self._ready:
+            self._adapter.check_ready()
+        self._ready = False
         self._staged = request.staged
         copied = {name for link, _ in self._links if not link.stable for name in link.names}
         if copied:
@@ -193,6 +198,24 @@ class ReceiverRank:
             plan_digest=self._plan_digest,
             poisoned=self.poisoned,
         )
+
+    def get_ready(self) -> None:
+        """Look at the engine ahead of `Prepare`; until that comes, or `stand_down`, nothing may change its modules.
+
+        What is wrong with the engine is left for `Prepare` to say.
+        """
+        if self._direct is not None and self._links:
+            with contextlib.suppress(Exception):
+                self._adapter.check_ready()
+                self._direct.look()
+                self._ready = True
+
+    def stand_down(self) -> None:
+        """Its modules may change again."""
+        if self._ready:
+            self._ready = False
+            assert self._direct is not None
+            self._direct.look_again()
 
     def _receive(self, version: int) -> None:
         assert self._manifest is not None and self._load_map is not None
@@ -312,6 +335,7 @@ class ReceiverRank:
             work.join(self._config.timeout_s)
         self._coalescer = self._next = None
         self._receiving = []
+        self.stand_down()
         self._applied = self._whole = False
 
     def _drop_links(self) -> None:

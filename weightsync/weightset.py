@@ -30,6 +30,8 @@ class SetLayout:
         self.device = device
         self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self.digest = layout_digest({name: tensor.nbytes for name, tensor in tensors.items()})
+        self.arrived = {name: [(0, tensor.nbytes)] for name, tensor in tensors.items()}
+        """By name, the runs of bytes that come with a set."""
         self._reads: Moves | None = None
         self._checked = ""
 

@@ -61,6 +61,8 @@ class Moves:
             for table in (self._rows, self._tile_rows, self._out):
                 # Dropped while the kernel runs, they are not handed out before it ends.
                 table.record_stream(stream_of(device))
+            tables = (self._rows, self._tile_rows, self._out)
+            self._arguments = tuple(np.uint64(table.data_ptr()) for table in tables)
 
     def start(self, *, digest: bool) -> None:
         """Launch on this package's stream of the device and return; what the current stream was given before comes first."""
@@ -76,8 +78,7 @@ class Moves:
                 self._out.zero_()
             if self._num_tiles:
                 kernel = _kernels(self._device.index or 0)["move_and_digest" if digest else "move_only"]
-                arguments = (self._rows.data_ptr(), self._tile_rows.data_ptr(), self._out.data_ptr())
-                kernel((self._num_tiles,), (_THREADS,), tuple(map(np.uint64, arguments)), stream=_cupy_stream(stream))
+                kernel((self._num_tiles,), (_THREADS,), self._arguments, stream=_cupy_stream(stream))
             if digest:
                 self._found.copy_(self._out, non_blocking=True)
             self._done.record(stream)
