@@ -27,6 +27,7 @@ from benchmarks.common import write_record
 from weightsync import messages as m
 from weightsync.calls import Calls
 from weightsync.drive import drive
+from weightsync.flight import Flight
 from weightsync.identity import Identity
 from weightsync.update import UpdateMachine
 
@@ -98,7 +99,7 @@ def simulated(ranks: int, width: int, rounds: int) -> float:
             plan_digests=dict.fromkeys([*fleet.trainers, *fleet.engines], "p"),
         )
         started = time.perf_counter()
-        drive(machine, calls, lambda: None)
+        drive(machine, calls, lambda: None, Flight())
         found.append(time.perf_counter() - started - fleet.seconds)
         assert machine.error is None
         assert len(machine.applied) == len(fleet.engines)

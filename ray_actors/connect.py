@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +21,9 @@ from weightsync.ray_actors.coordinator import Coordinator
 from weightsync.ray_actors.fleet import translate
 from weightsync.ray_actors.side import Locator
 from weightsync.ray_actors.staying import stand_by
+from weightsync.ray_actors.watching import Watching
 from weightsync.registry import check_transport
-from weightsync.report import UpdateReport
+from weightsync.report import Progress, UpdateReport
 
 _MOST_STANDING_BY = 32
 """Actors; calling more costs more than it saves."""
@@ -113,10 +115,11 @@ class WeightSync:
         self._node = ray.get_runtime_context().get_node_id()
         self._coordinator: Any = None
         self._closed = False
+        self._watching = Watching(config)
 
     def _start(self) -> None:
         """Find the coordinator, or start it, and have it opened."""
-        start = ray.remote(num_cpus=0, concurrency_groups={"watch": 1})(Coordinator)
+        start = ray.remote(num_cpus=0, concurrency_groups={"watch": 2})(Coordinator)
         self._coordinator = start.options(
             name=f"weightsync-{self._owner}",
             get_if_exists=True,
@@ -145,6 +148,16 @@ class WeightSync:
             WeightSyncError: one of its kinds; every engine then serves the version it had, unless the error is
                 EnginePoisonedError. A later update starts afresh.
         """
+        started = time.perf_counter()
+        try:
+            report = self._update()
+        except WeightSyncError as error:
+            self._watching.failed(error, time.perf_counter() - started)
+            raise
+        self._watching.committed(report)
+        return report
+
+    def _update(self) -> UpdateReport:
         retries = self.config.retries  # the coordinator counts those of which it is not the cause
         while True:
             standing_by: list[Any] = []
@@ -184,6 +197,8 @@ class WeightSync:
         _check_actors(self._trainers, [*self._engines, engine])
         report: UpdateReport | None = self._call("add_engine", engine)
         self._engines.append(engine)
+        if report is not None:
+            self._watching.committed(report)
         return report
 
     def remove_engine(self, engine: Any) -> None:
@@ -197,6 +212,18 @@ class WeightSync:
         actor_id = engine._actor_id.hex()
         self._call("remove_engine", actor_id)
         self._engines = [known for known in self._engines if known._actor_id.hex() != actor_id]
+
+    def progress(self) -> Progress | None:
+        """How far the update that runs is, or how the last one ended; None where the coordinator does not say within a
+        second. May be called from another thread than `update`."""
+        coordinator = self._coordinator
+        if coordinator is None:
+            return None
+        try:
+            progress: Progress | None = ray.get(coordinator.progress.remote(), timeout=1.0)
+            return progress
+        except Exception:  # whoever drives the update hears of it
+            return None
 
     @property
     def version(self) -> int:

@@ -9,7 +9,7 @@ import ray
 from weightsync.config import SyncConfig
 from weightsync.ray_actors.fleet import RayFleet
 from weightsync.ray_actors.side import Locator
-from weightsync.report import UpdateReport
+from weightsync.report import Progress, UpdateReport
 from weightsync.session import Session
 
 
@@ -39,6 +39,11 @@ class Coordinator:
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def ping(self) -> None:
         """Answers while an update runs."""
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def progress(self) -> Progress | None:
+        """Answers while an update runs."""
+        return None if self._session is None else self._session.progress()
 
     def update(self, *, standing_by: bool = False) -> UpdateReport:
         """*standing_by*: the actors are being called to."""

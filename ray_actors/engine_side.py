@@ -200,7 +200,7 @@ class _Pause:
 
     def after(self, request: m.Request, reply: m.Reply) -> m.Reply:
         if isinstance(request, m.Commit) and isinstance(reply, m.Ok) and self._since is not None:
-            return m.Ok(pause_s=time.perf_counter() - self._since)
+            return msgspec.structs.replace(reply, pause_s=time.perf_counter() - self._since)
         if isinstance(request, m.Prepare):
             self._since = None
         return reply

@@ -79,6 +79,10 @@ class GroupAssembly(Arrival):
         self._groups = list(map(OpenGroup, self._table.groups, self._table.counts, self._table.staging_bytes))
         self._ready.extend(group for group in self._groups if group.pending == 0)
 
+    @property
+    def num_whole_groups(self) -> int:
+        return sum(group.pending == 0 for group in self._groups)
+
     def _group_of(self, name: str) -> OpenGroup | None:
         """None for a name that feeds nothing here."""
         number = self._table.index.get(name)

@@ -1,4 +1,4 @@
-"""The command line: `weightsync run FILE.yaml [key.sub=value ...]`, `weightsync doctor` of the same, and `weightsync schema`."""
+"""The command line: `weightsync run FILE.yaml [key.sub=value ...]`, `doctor` of the same, `report`, `timeline` and `schema`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("file", type=Path, help="the pipeline")
     doctor.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change a key; the value is YAML")
     doctor.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    report = commands.add_parser("report", help="make an HTML page of a run, or of a flight record")
+    report.add_argument("past", type=Path, metavar="RUN_DIR", help="the folder of a run, or a flight record (.jsonl)")
+    report.add_argument("-o", "--output", type=Path, help="default: report.html in the folder, or beside the record")
+    timeline = commands.add_parser("timeline", help="make a timeline that ui.perfetto.dev opens")
+    timeline.add_argument("past", type=Path, metavar="RUN_DIR", help="the folder of a run, or a flight record (.jsonl)")
+    timeline.add_argument(
+        "-o", "--output", type=Path, help="default: timeline.json in the folder, or beside the record"
+    )
+    timeline.add_argument("--last", type=int, default=0, metavar="N", help="only so many updates, the newest")
     commands.add_parser("schema", help="print the JSON Schema of a pipeline file, for editors")
     options = parser.parse_args(arguments)
     if options.command == "schema":
@@ -34,9 +43,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(json.dumps(schema(), indent=2))
         return 0
+    if options.command in ("report", "timeline"):
+        return _tell(options)
     if options.command == "doctor":
         return _doctor(options.file, options.overrides, json=options.json)
     return _run(options.file, options.overrides, only_check=options.check)
+
+
+def _tell(options: argparse.Namespace) -> int:
+    from weightsync.pipeline.records import write_report, write_timeline
+
+    past: Path = options.past
+    name = {"report": "report.html", "timeline": "timeline.json"}[options.command]
+    to: Path = options.output or (past if past.is_dir() else past.parent) / name
+    try:
+        if options.command == "report":
+            write_report(past, to)
+        else:
+            write_timeline(past, to, last=max(options.last, 0))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(to)
+    return 0
 
 
 def _doctor(file: Path, overrides: list[str], *, json: bool) -> int:

@@ -98,6 +98,11 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     version_log: str | None = None
     """A file in which the coordinator notes, durably, each version that it decides to commit; a weight sync that opens
     with it continues there. On the node of whoever calls connect, or on a file system that all nodes share."""
+    flight_record: str | None = None
+    """A file to which `update()` adds a JSON line for each update, also for one that failed: plan, bytes, when each rank did
+    what, and the culprit. On the node of whoever calls `update`."""
+    metrics: bool = False
+    """Tell Ray's metrics of each update (`weightsync/ray_actors/metrics.py`), from the process that calls `update`."""
     pause: Literal["keep", "wait", "abort"] = "keep"
     """What happens to requests in flight where the engine generates during updates (AsyncLLM): go on with the new
     weights afterwards, finish first, or end."""

@@ -20,9 +20,12 @@ All arguments but the message are optional, so that each error survives pickling
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from weightsync.report import Attempt
 
 
 class WeightSyncError(Exception):
@@ -39,6 +42,8 @@ class WeightSyncError(Exception):
 
     rank: str | None
     phase: str | None
+    attempts: tuple[Attempt, ...] = ()
+    """Of the update that failed with this; the last one ended it."""
 
 
 class ConfigError(WeightSyncError):

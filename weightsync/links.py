@@ -14,6 +14,7 @@ from weightsync.identity import Identity, check_nccl
 from weightsync.manifest import Manifest
 from weightsync.plan import choose_transport
 from weightsync.ranks import receivers
+from weightsync.report import LinkRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,20 @@ class Links:
             for i, party in enumerate(trainers)
         }
         return digests | {party: m.plan_digest(self._ends(party)) for party in engines}
+
+    def rows(self, manifest: Manifest, engines: Iterable[str]) -> tuple[LinkRow, ...]:
+        """The plan of an update of *engines*, for reports."""
+        parties = set(engines)
+        return tuple(
+            LinkRow(
+                transport=link.plan.transport,
+                sender=f"trainer {link.plan.sender}",
+                receivers=tuple(pair.partition(" -> ")[2] for pair in link.pairs),
+                nbytes=sum(manifest.by_name[name].nbytes for name in self._owned[link.plan.sender]),
+            )
+            for link in self._links.values()
+            if any(party in parties for party, _ in link.receivers)
+        )
 
     def transports(self) -> dict[str, str]:
         """ "trainer 0 -> engine 1 rank 0": name of the transport."""

@@ -6,6 +6,7 @@ reply.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -130,7 +131,15 @@ class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     staged: bool
 
 
-class Prepared(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """When a rank did its part of a phase, on its own `time.monotonic()`."""
+
+    began: float = 0.0
+    """0: it does not say."""
+    seconds: float = 0.0
+
+
+class Prepared(Timed, tag=True, frozen=True, kw_only=True):
     """What the rank believes; the coordinator compares. `plan_digest` is of the links that it has open."""
 
     version: int
@@ -163,26 +172,26 @@ class Pending(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Not done yet; `progress` (bytes, or links) shows that something moves."""
 
     progress: int = 0
+    groups: int = 0
+    """Of an engine rank: module groups that are whole."""
     doing: str = ""
     """For errors: "sends model.norm.weight", "waits for model.norm.weight of module group model.norm"."""
 
 
-class Sent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Sent(Timed, tag=True, frozen=True, kw_only=True):
     nbytes: int
     content_digests: dict[int, int]
     """Per link, since links may cut tensors differently."""
     changed_values: int | None
-    seconds: float
 
 
-class Vote(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Vote(Timed, tag=True, frozen=True, kw_only=True):
     """Everything is here, whole and verified."""
 
     nbytes: int
     content_digests: dict[int, int]
     """Per link."""
     peak_staging_bytes: int
-    seconds: float
 
 
 class Apply(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -191,9 +200,8 @@ class Apply(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
 
 
-class Applied(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Applied(Timed, tag=True, frozen=True, kw_only=True):
     vote: Vote
-    seconds: float
     reloads: int
     num_direct: int = 0
     """Module groups that were loaded by copies."""
@@ -220,7 +228,7 @@ class Close(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The weight sync ends."""
 
 
-class Ok(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Ok(Timed, tag=True, frozen=True, kw_only=True):
     pause_s: float = 0.0
     poisoned: bool = False
     """After an abort: the rank holds mixed weights."""
@@ -268,6 +276,15 @@ encode = pack
 def plan_digest(links: Iterable[LinkPlan | ReceiverLink]) -> str:
     """Equal for equal links, in this order: those that a trainer has open, or those that an engine was told of."""
     return digest_text(["links-1", list(links)])
+
+
+def timed(handle: Callable[[Request], Reply], request: Request) -> Reply:
+    """A rank's reply; a phase that is done within the call says how long that took."""
+    began = time.monotonic()
+    reply = handle(request)
+    if isinstance(request, Prepare | Commit | Abort) and isinstance(reply, Prepared | Ok):
+        return msgspec.structs.replace(reply, began=began, seconds=time.monotonic() - began)
+    return reply
 
 
 def answer(handle: Callable[[Call], Reply], payload: bytes) -> bytes:

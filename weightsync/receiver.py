@@ -51,7 +51,8 @@ class ReceiverRank:
         """The engine was looked at, and nothing can have changed it since."""
         self._next: Coalescer | None = None
         """Of the update that is prepared, until it begins."""
-        self._started = 0.0
+        self._began = self._arrived = 0.0
+        """When the transfer began, and when the last link's end was reached."""
         self._applied = False
         """Some of the version is in the model."""
         self._whole = False
@@ -65,7 +66,7 @@ class ReceiverRank:
         """Answer; an error becomes a `Failed` reply that names this rank."""
         try:
             self.fence.admit(call)
-            return self._handle(call.request)
+            return m.timed(self._handle, call.request)
         except Exception as error:
             return m.Failed(error=ErrorInfo.of(error, rank=self.name), poisoned=self.poisoned)
 
@@ -219,7 +220,7 @@ class ReceiverRank:
     def _receive(self, version: int) -> None:
         assert self._manifest is not None and self._load_map is not None
         self._connecting = None
-        self._started = time.perf_counter()
+        self._began = self._arrived = time.monotonic()
         self._applied = self._whole = False
         self._coalescer, self._next = self._next or self._new_coalescer(version), None
         self._receiving = [
@@ -247,6 +248,7 @@ class ReceiverRank:
         try:
             for chunk in transport.receive(Transfer(version=version, manifest=self._manifest, names=link.names)):
                 coalescer.put(chunk)
+            self._arrived = time.monotonic()
             coalescer.producer_done()
         except WeightSyncError as error:
             coalescer.fail(error)
@@ -262,27 +264,34 @@ class ReceiverRank:
         if self._coalescer is None:
             raise WeightSyncError("nothing is under way")
         if self._defer_sets and not self._whole:
-            return m.Pending(progress=self._coalescer.nbytes, doing=self._coalescer.describe_wait())
+            return self._pending(self._coalescer)
         # A tensor may come twice after everything came once, so the vote waits for the ends of all streams.
         if not self._coalescer.is_whole(wait_s) or not all(work.is_done(wait_s) for work in self._receiving):
-            return m.Pending(progress=self._coalescer.nbytes, doing=self._coalescer.describe_wait())
+            return self._pending(self._coalescer)
         self._coalescer.is_whole()
         return self._vote()
+
+    @staticmethod
+    def _pending(coalescer: Coalescer) -> m.Pending:
+        return m.Pending(progress=coalescer.nbytes, groups=coalescer.num_whole_groups, doing=coalescer.describe_wait())
 
     def _vote(self) -> m.Vote:
         assert self._coalescer is not None
         found = self._coalescer.content_digests()
+        # What streams in may have been applied before the threads that received it have ended.
+        arrived = self._arrived if all(work.is_done(0) for work in self._receiving) else time.monotonic()
         return m.Vote(
             nbytes=self._coalescer.nbytes,
             content_digests={link.plan.id: found.get(link.plan.sender, 0) for link, _ in self._links},
             peak_staging_bytes=self._coalescer.peak_staging_bytes,
-            seconds=time.perf_counter() - self._started,
+            began=self._began,
+            seconds=arrived - self._began,
         )
 
     def _apply(self, version: int) -> m.Reply:
         if self._coalescer is None or self._coalescer.version != version:
             raise WeightSyncError(f"version {version} was not received, it cannot be applied")
-        start = time.perf_counter()
+        began = time.monotonic()
         try:
             assert self._direct is not None
             reloads = self._direct.apply(self._way, self._coalescer, verify=self._config.digest)
@@ -300,7 +309,8 @@ class ReceiverRank:
         self._whole = True
         return m.Applied(
             vote=self._vote(),
-            seconds=time.perf_counter() - start,
+            began=began,
+            seconds=time.monotonic() - began,
             reloads=reloads,
             num_direct=self._direct.num_groups - len(self._direct.reloaded),
             reloaded=self._direct.reloaded,

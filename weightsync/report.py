@@ -47,6 +47,89 @@ class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Why groups are coarser than modules; None when they are exact."""
 
 
+class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A link of the plan."""
+
+    transport: str
+    sender: str
+    receivers: tuple[str, ...]
+    nbytes: int
+    """What goes over it, to each receiver."""
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """A phase of one rank, or of the update as a whole (rank "coordinator")."""
+
+    rank: str
+    phase: str
+    """"connect", "prepare", "transfer", "apply", "commit", "abort"; "pause": the engine did not generate."""
+    start_s: float
+    """Since the attempt's start, on the coordinator's clock."""
+    seconds: float
+    ended: bool = True
+    """False: it failed, or was given up."""
+    nbytes: int = 0
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank's clock was brought to the coordinator's: by when its messages left and came."""
+
+    offset_s: float
+    """By how much the rank's monotonic clock is ahead; 0 on the coordinator's own machine, where there is one clock."""
+    error_s: float
+    """By how much that may be wrong."""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at an update, as the coordinator saw it; also of a failed one."""
+
+    started: float
+    """Unix time, of the coordinator's machine."""
+    seconds: float
+    version: int | None
+    """Where it was to lead; None: it failed before that was settled."""
+    epoch: int
+    manifest_digest: str
+    links: tuple[LinkRow, ...]
+    spans: tuple[Span, ...]
+    clocks: dict[str, Clock]
+    """Of the ranks that said when they did what; the others' spans last from call to answer."""
+    error: str | None = None
+    """Kind of the error that ended it: "TransportError"."""
+    message: str | None = None
+    culprit: str | None = None
+    """The rank to blame."""
+    phase: str | None = None
+    """Where it failed."""
+
+
+class EngineProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the transfer to an engine is, all its ranks together."""
+
+    nbytes: int
+    of_nbytes: int
+    """What comes to all its ranks, where each gets the whole model."""
+    groups: int
+    """Module groups that are whole on every rank."""
+    num_groups: int
+    seconds: float
+    """Since the transfer to it began; until it was whole."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the present attempt at an update is, or the last one."""
+
+    phase: str
+    seconds: float
+    """Since the attempt began."""
+    version: int | None = None
+    """Where it leads; None: the links are still made."""
+    nbytes: int = 0
+    """Bytes of the model."""
+    engines: dict[str, EngineProgress] = {}
+    """Those that something was heard of."""
+
+
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     """One update, from prepare to commit."""
 
@@ -74,6 +157,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that this update went on without, because their process is gone (SyncConfig.on_lost_engine)."""
     joined: tuple[str, ...] = ()
     """Engines that were late, restarted or poisoned, and came in with this update."""
+    attempts: tuple[Attempt, ...] = ()
+    """What there is for a timeline; the last one succeeded."""
 
     @property
     def gb_per_s(self) -> float:

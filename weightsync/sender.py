@@ -77,7 +77,7 @@ class SenderRank:
         """Answer; an error becomes a `Failed` reply that names this rank."""
         try:
             self.fence.admit(call)
-            return self._handle(call.request)
+            return m.timed(self._handle, call.request)
         except Exception as error:
             return m.Failed(error=ErrorInfo.of(error, rank=self.name))
 
@@ -202,7 +202,7 @@ class SenderRank:
 
     def _send(self, request: m.Transfer) -> m.Sent:
         assert self._source is not None and self._manifest is not None
-        start = time.perf_counter()
+        began = time.monotonic()
         held, self._held = self._held, None
         transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names, held=held is not None)
         source = self._source.tensors(self._manifest, self._names) if held is None else iter(held)
@@ -225,7 +225,8 @@ class SenderRank:
             nbytes=first.nbytes,
             content_digests={id: part.content_digest for id, part in stats.items()},
             changed_values=first.changed_values,
-            seconds=time.perf_counter() - start,
+            began=began,
+            seconds=time.monotonic() - began,
         )
 
     def _counted(self, tensors: Iterator[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:

@@ -30,10 +30,11 @@ from weightsync.errors import (
     UpdateTimeoutError,
     WeightSyncError,
 )
+from weightsync.flight import Flight
 from weightsync.interfaces import Fleet
 from weightsync.links import Links
 from weightsync.members import Engine, Members
-from weightsync.report import UpdateReport
+from weightsync.report import Attempt, Progress, UpdateReport
 from weightsync.summary import summarize
 from weightsync.update import UpdateMachine
 from weightsync.versions import VersionLog
@@ -55,6 +56,7 @@ class Session:
         self._content: dict[tuple[int, str], int] = {}
         """(trainer, transport) -> content digest of the committed version."""
         self._linked = False
+        self._flight = Flight()
         self.version = 0
 
     @property
@@ -112,16 +114,21 @@ class Session:
         """
         failures: list[str] = []
         lost: list[str] = []
+        attempts: list[Attempt] = []
         restarted: set[str] = set()
         retries = self._config.retries
         while True:
+            self._flight = Flight()
             try:
                 self._members.reopen(decided=self._log.decided)
                 report = self._attempt(last=retries == 0)
             except WeightSyncError as error:
+                self._flight.end()
                 unwell = self._members.unwell()
                 explain(error, unwell, self._members.identities())
                 self._members.note_gone(unwell)
+                attempts.append(self._flight.record(error))
+                error.attempts = tuple(attempts)
                 if isinstance(error, RestartedError) and error.rank and error.rank not in restarted:
                     restarted.add(error.rank)
                     self._linked = False
@@ -136,7 +143,10 @@ class Session:
                 continue
             if report.poisoned:
                 lost += self._drop_lost()
-            return msgspec.structs.replace(report, failed_attempts=tuple(failures), lost=tuple(lost))
+            attempts.append(self._flight.record())
+            return msgspec.structs.replace(
+                report, failed_attempts=tuple(failures), lost=tuple(lost), attempts=tuple(attempts)
+            )
 
     def _drop_lost(self) -> list[str]:
         """Leave engines out whose process is gone, where the config says so; not the last one."""
@@ -162,7 +172,7 @@ class Session:
         joining = tuple(party for party, engine in self.engines.items() if not engine.admitted and self.version)
         machine = self._machine(max(self.version, self._log.decided) + 1, list(self.engines))
         self._linked = False  # unless all goes well
-        self._drive(machine)
+        self._drive(machine, connect_s=connected)
         self._linked = machine.error is None and not machine.poisoned
         self._note_outcome(machine)
         if machine.error is not None:
@@ -228,12 +238,24 @@ class Session:
             )
         return fits if self._config.apply == "auto" else self._config.apply == "staged"
 
-    def _drive(self, machine: UpdateMachine) -> None:
+    def _drive(self, machine: UpdateMachine, *, connect_s: float = 0.0) -> None:
         def note_decision() -> None:
             if self._log.decided < machine.version:  # not where a late engine is brought to what is committed
                 self._write("decide", machine.version)
 
-        drive(machine, self._calls, note_decision)
+        members = self._members
+        self._flight.begin(
+            machine,
+            epoch=self.epoch,
+            manifest_digest=members.manifest.digest,
+            nbytes=members.manifest.nbytes,
+            links=self._links.rows(members.manifest, machine.engines),
+            trainers=machine.trainers,
+            engines={party: self.engines[party].ranks for party in machine.engines},
+            identities=members.identities(),
+            connect_s=connect_s,
+        )
+        drive(machine, self._calls, note_decision, self._flight)
 
     def _write(self, event: str, version: int) -> None:
         """Raises WeightSyncError where the log cannot be written."""
@@ -263,6 +285,7 @@ class Session:
 
     def _catch_up(self, party: str) -> UpdateReport | None:
         started = time.perf_counter()
+        self._flight = Flight()
         engine = self.engines[party]
         if any(rank.version >= self.version for rank in engine.ranks) or not self._config.digest:
             return None
@@ -285,9 +308,11 @@ class Session:
             engine.linked = False
             if isinstance(machine.error, AgreementError) and machine.error.field == "content" and not machine.poisoned:
                 return None
+            machine.error.attempts = (self._flight.record(machine.error),)
             raise machine.error
         self._note_outcome(machine)
-        return self._report(machine, time.perf_counter() - started, (party,))
+        report = self._report(machine, time.perf_counter() - started, (party,))
+        return msgspec.structs.replace(report, attempts=(self._flight.record(),))
 
     def remove_engine(self, party: str) -> None:
         """Go on without an engine; the others' links are made anew at the next update.
@@ -317,6 +342,10 @@ class Session:
         )
 
     # ---- telling ------------------------------------------------------------------------------------------------
+
+    def progress(self) -> Progress:
+        """How far the present attempt at an update is; may be called from any thread."""
+        return self._flight.progress()
 
     def status(self) -> dict[str, Any]:
         """Plain facts for people: version, epoch, parties, transports, what feeds nothing."""

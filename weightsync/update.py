@@ -111,6 +111,16 @@ class UpdateMachine:
         self._entered = 0.0
 
     @property
+    def trainers(self) -> list[str]:
+        """Those that take part."""
+        return list(self._trainers)
+
+    @property
+    def engines(self) -> list[str]:
+        """Those that are to be brought to the version."""
+        return list(self._engines)
+
+    @property
     def finished(self) -> bool:
         return self.phase in (Phase.DONE, Phase.FAILED)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -12,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from examples.rl.verdict import Row, Verdict
-from weightsync.pipeline.records import finite
 
 SUMMARY_FILE = "summary.json"
 PLOT_FILE = "reward_and_gap.png"
@@ -45,7 +45,7 @@ def write_summary(
         "rows": [_row_record(row) for row in rows],
     }
     path = out / SUMMARY_FILE
-    path.write_text(json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")  # NaN becomes null
     return path
 
 

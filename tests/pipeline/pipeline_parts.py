@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,50 @@ import torch
 def make_module(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 7))
+
+
+def hang(folder: Path) -> None:
+    """For good, in this process; says that it has come to that."""
+    (folder / "hangs").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+class HangingEngine(torch.nn.Module):
+    """Hangs where it is told to: in its start, or as its rank applies or commits the second update."""
+
+    def __init__(self, folder: str, where: str, model: str = "") -> None:
+        super().__init__()
+        if where == "start":
+            hang(Path(folder))
+        for name, child in make_module(1).named_children():
+            self.add_module(name, child)
+        if where in ("apply", "commit"):
+            from weightsync.receiver import ReceiverRank
+
+            ours = getattr(ReceiverRank, f"_{where}")
+
+            def step(rank: ReceiverRank, version: int) -> Any:
+                if version == 2:
+                    hang(Path(folder))
+                return ours(rank, version)
+
+            setattr(ReceiverRank, f"_{where}", step)
+
+
+class HangingTrainer:
+    """Hangs where it is told to: as the second update gets its weights, half way."""
+
+    def __init__(self, folder: str, where: str, model: str = "") -> None:
+        self.folder, self.where, self.steps = Path(folder), where, 0
+
+    def step(self, step: int, rollouts: list[Any]) -> None:
+        self.steps = step + 1
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in make_module(self.steps).state_dict().items():
+            if self.where == "transfer" and self.steps == 2 and name == "1.weight":
+                hang(self.folder)
+            yield name, tensor
 
 
 class Engine(torch.nn.Module):

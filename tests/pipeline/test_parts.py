@@ -6,6 +6,8 @@ import importlib
 import io
 import json
 import math
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from weightsync.pipeline.display import Display
 from weightsync.pipeline.document import Document, dump
 from weightsync.pipeline.fleet import RunError, explain
 from weightsync.pipeline.records import Records, config_text, submission_id
-from weightsync.report import UpdateReport
+from weightsync.report import EngineProgress, Progress, UpdateReport
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "pipelines").glob("*.yaml"))
@@ -170,6 +172,30 @@ def test_rows_are_aligned_and_the_finished_table_stays(terminal: bool) -> None:
         assert len(head) == len(first) == len(last)
         assert last.split() == ["13", "4", "nan", "-", "-", "-", "-", "-", "1.0"]
     assert display.at == "step 0: a wait"
+
+
+def at_half() -> Progress:
+    engine = EngineProgress(nbytes=10**9, of_nbytes=2 * 10**9, groups=3, num_groups=7, seconds=0.5)
+    return Progress(phase="transfer", seconds=0.6, version=5, nbytes=10**9, engines={"engine 0": engine})
+
+
+def test_an_update_under_way_is_shown_on_a_terminal_and_followed_nowhere_else() -> None:
+    for terminal in (True, False):
+        out, looks = io.StringIO(), threading.Event()
+
+        def look(looks: threading.Event = looks) -> Progress:
+            looks.set()
+            return at_half()
+
+        display = Display(Console(file=out, force_terminal=terminal, width=120))
+        display.doing("step 3: the engines are updated")
+        with display.following(look):
+            assert looks.wait(5 if terminal else 0.6) == terminal
+            time.sleep(0.5 if terminal else 0)
+        display.end()
+        told = ("to version 5, transfer, 0.6 s", "engine 0", "1.0 GB of 2.0 GB", "2.0 GB/s", "3 of 7 groups")
+        assert [text in out.getvalue() for text in told] == [terminal] * len(told)
+        assert threading.active_count() == len([t for t in threading.enumerate() if "follow" not in t.name])
 
 
 def test_the_file_in_the_documentation_fits_the_schema() -> None:

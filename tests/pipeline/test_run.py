@@ -102,6 +102,7 @@ def test_a_signal_ends_everything(tmp_path: Path) -> None:
     assert gone_within(tmp_path, 10) == []
     assert not Path(f"/proc/{actor}").exists()
     assert len(lines_of(tmp_path / "out" / "updates.jsonl")) == 1
+    assert "stopped by SIGTERM at step 1" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_run_leaves_exact_engines_and_its_records(whole_run: tuple[Path, subprocess.Popen[str]]) -> None:
@@ -129,6 +130,19 @@ def test_a_run_leaves_exact_engines_and_its_records(whole_run: tuple[Path, subpr
     ]
     assert [s["metrics"]["loss"] for s in steps] == [1.0, 0.5, pytest.approx(1 / 3), 0.0]
     assert [s["metrics"]["reward"] for s in steps] == [1.0, 5.0, 9.0, 13.0]  # prompts, twice their number
+
+    # What is made of the records, at the end.
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (run["exit_code"], run["last_line"]) == (0, "")
+    for update in updates:
+        (attempt,) = update["attempts"]
+        assert (attempt["version"], attempt["error"]) == (update["version"], None)
+        assert {"coordinator", "trainer 0", "engine 0", "engine 1 rank 0"} <= {
+            span["rank"] for span in attempt["spans"]
+        }
+    assert "finished in" in (tmp_path / "out" / "report.html").read_text()
+    assert len(json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]) > 40
+    assert f"records: out, report: {Path('out', 'report.html')}" in output
 
     # Each engine noted its weights at its rollout (2 of step 1, by engine 0, and so on).
     for prompt, trainer in ((4, 1), (5, 1), (6, 2), (7, 2)):
@@ -226,6 +240,66 @@ def test_a_trainer_that_fails_is_the_last_line(tmp_path: Path, cluster: RunningC
     assert last.endswith("in step)")
     assert f"Ray at {cluster.gcs}" in output
     assert len(lines_of(tmp_path / "out" / "metrics.jsonl")) == 1
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (run["exit_code"], run["last_line"]) == (1, last)
+    assert "trainer 0: ValueError: the loss is not finite" in (tmp_path / "out" / "report.html").read_text()
+
+
+STOPS = {
+    "start": (signal.SIGINT, "1 trainer ranks, 1 torch engines"),
+    "transfer": (signal.SIGTERM, "step 1: the engines are updated"),
+    "apply": (signal.SIGINT, "step 1: the engines are updated"),
+    "commit": (signal.SIGTERM, "step 1: the engines are updated"),
+}
+
+
+def test_a_signal_in_any_phase_leaves_nothing_behind(tmp_path: Path, cluster: RunningCluster) -> None:
+    """All at once, each in a process of its own, on a cluster that lives on."""
+    before = set(os.listdir("/dev/shm"))
+    runs = {}
+    for where in STOPS:
+        folder = tmp_path / where
+        folder.mkdir()
+        path = written(folder, replicas=1)
+        own = f"{{folder: {folder}, where: {where}}}"
+        keys = ["trainer.class=mine:HangingTrainer", "engines.class=mine:HangingEngine", "engines.sampling={}"]
+        keys += [f"trainer.arguments={own}", f"engines.arguments={own}"]
+        keys += ["trainer.resources.num_cpus=0.1", "engines.resources.num_cpus=0.1"]
+        runs[where] = start(path, *keys, env=cluster.env | {"RAY_ADDRESS": cluster.gcs})
+    try:
+        for where, process in runs.items():
+            reached, deadline = tmp_path / where / "hangs", time.monotonic() + 120
+            while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert reached.exists(), (where, process.communicate(timeout=5))
+            process.send_signal(STOPS[where][0])
+        for where, process in runs.items():
+            number, at = STOPS[where]
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 128 + number, errors
+            assert errors.splitlines()[-1].startswith(f"stopped by {number.name} at {at};"), errors
+            run = json.loads((tmp_path / where / "out" / "run.json").read_text())
+            assert run["exit_code"] == 128 + number
+            assert (tmp_path / where / "out" / "report.html").exists()
+            updates = lines_of(tmp_path / where / "out" / "updates.jsonl")
+            assert [update["version"] for update in updates] == ([] if where == "start" else [1])
+            assert gone_within(tmp_path / where, 10) == []
+            assert not Path(f"/proc/{(tmp_path / where / 'hangs').read_text()}").exists()
+    finally:
+        for process in runs.values():
+            process.kill()
+            process.communicate()
+    script = (
+        "import ray; from ray.util.state import list_actors; ray.init(logging_level='error'); "
+        "print([a.class_name for a in list_actors(limit=1000) if a.state != 'DEAD'], "
+        "[g for g in ray.util.placement_group_table().values() if g['state'] != 'REMOVED'])"
+    )
+    env = cluster.env | {"RAY_ADDRESS": cluster.gcs}
+    asked = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert asked.stdout.split("\n")[-2] == "[] []", asked.stdout + asked.stderr
+    assert [name for name in set(os.listdir("/dev/shm")) - before if "weightsync" in name] == []
 
 
 def test_ray_job_submit_runs_the_same_file(tmp_path: Path, cluster: RunningCluster) -> None:

@@ -6,7 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,11 @@ class Model:
 
     def part(self) -> dict[str, torch.Tensor]:
         return {name: t for name, t in self.model.state_dict().items() if self.names is None or name in self.names}
+
+    def slowly(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.model.state_dict().items():
+            time.sleep(0.2)
+            yield name, tensor
 
     def change(self, seed: int) -> None:
         self.model.load_state_dict(make_model(seed).state_dict())
@@ -142,6 +149,24 @@ def test_an_update_can_be_awaited(trainer: Any, engine: Any) -> None:
         report = asyncio.run(sync.update_async())
         assert report.version == before + 1
     assert same(*weights_of(trainer, engine))
+
+
+def test_how_far_an_update_is_can_be_asked_meanwhile(trainer: Any, engine: Any) -> None:
+    with ws.connect(trainers=[trainer], engines=[engine], source="slowly", target="model") as sync:
+        updating = threading.Thread(target=sync.update)
+        updating.start()
+        phases = set()
+        while updating.is_alive():
+            if (progress := sync.progress()) is not None:
+                phases.add(progress.phase)
+                if progress.phase == "transfer" and progress.engines:
+                    assert 0 <= progress.engines["engine 0"].groups <= progress.engines["engine 0"].num_groups == 2
+        updating.join()
+        assert "transfer" in phases
+        last = sync.progress()
+        assert last is not None
+        assert (last.phase, last.version) == ("done", sync.version)
+        assert last.engines["engine 0"].nbytes == last.nbytes == sync.status()["nbytes"]
 
 
 def test_a_new_weight_sync_continues_at_the_version_that_the_actors_have(trainer: Any, engine: Any) -> None:

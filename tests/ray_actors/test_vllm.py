@@ -283,6 +283,11 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
             assert versions[-1] == str(report.version)
             assert served(engine) == wanted[folder]
             assert 0 < report.pause_s < report.seconds
+            spans = {(span.rank, span.phase): span for span in report.attempts[-1].spans}
+            paused, applied = spans["engine 0", "pause"], spans["engine 0 rank 0", "apply"]
+            assert paused.seconds == report.pause_s
+            assert paused.start_s <= applied.start_s + 0.01
+            assert applied.seconds < report.phases["apply"]
             # The second time its blocks are there, and after the update they are not.
             found = [ray.get(engine.ask.remote(LONG_PROMPT, 1), timeout=60) for _ in range(2)]
             assert [(versions, cached) for _, versions, cached in found] == [

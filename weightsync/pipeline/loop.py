@@ -107,7 +107,8 @@ class Loop:
         self._display.doing(f"step {step}: the engines are updated")
         started = time.perf_counter()
         try:
-            report = self._sync.update()
+            with self._display.following(lambda: self._sync.progress()):
+                report = self._sync.update()
         except WeightSyncError as error:
             self._records.failure(step, error, seconds=time.perf_counter() - started, why=explain(error))
             raise RunError(f"update after step {step}", error) from error

@@ -1,10 +1,12 @@
-"""What a run leaves in its folder: config.yaml, metrics.jsonl and updates.jsonl, one JSON object a line."""
+"""What a run leaves in its folder: config.yaml, run.json, metrics.jsonl and updates.jsonl (one JSON object a line), and in the
+end what is made of them: report.html and timeline.json."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
+import platform
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +14,16 @@ from typing import Any
 
 import msgspec
 
+from weightsync.flightrecord import FlightRecord, line_of, line_of_failure
+from weightsync.identity import package_version
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.document import dump
+from weightsync.pipeline.past import RunLine, read_past
 from weightsync.report import UpdateReport
+
+_PACKAGES = ("weightsync", "torch", "ray")
+TIMELINE_UPDATES = 500
+"""The newest ones; a viewer takes no pleasure in more."""
 
 
 def config_text(config: PipelineConfig) -> str:
@@ -38,48 +47,51 @@ class Records:
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.job = out, submission_id()
         (out / "config.yaml").write_text(config_text(config), encoding="utf-8")
-        self._metrics, self._updates = out / "metrics.jsonl", out / "updates.jsonl"
-        for file in (self._metrics, self._updates):
-            file.write_text("")
+        self._metrics, self._updates = FlightRecord(out / "metrics.jsonl"), FlightRecord(out / "updates.jsonl")
+        for record in (self._metrics, self._updates):
+            record.path.write_text("")
+        versions = {"python": platform.python_version(), **{name: package_version(name) for name in _PACKAGES}}
+        self._run = RunLine(started=time.time(), host=socket.gethostname(), job=self.job, versions=versions)
+        self._write_run()
+        for stale in ("report.html", "timeline.json"):
+            (out / stale).unlink(missing_ok=True)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step: its number, the version that its rollouts came from, seconds, and the trainer's metrics."""
-        self._append(self._metrics, record)
+        self._metrics.add({**record, "job": self.job})
 
     def update(self, step: int, report: UpdateReport) -> None:
         """An update that committed."""
-        told = msgspec.to_builtins(report)
-        del told["load"]
-        self._append(self._updates, {"ok": True, "step": step, "gb_per_s": report.gb_per_s, **told})
+        self._updates.add({"step": step, **line_of(report), "job": self.job})
 
     def failure(self, step: int, error: BaseException, *, seconds: float, why: str) -> None:
-        """An update that failed; `culprit` is the rank that the error names, where it names one."""
-        self._append(
-            self._updates,
-            {
-                "ok": False,
-                "step": step,
-                "version": None,
-                "seconds": seconds,
-                "error": type(error).__name__,
-                "message": why,
-                "culprit": getattr(error, "rank", None),
-                "phase": getattr(error, "phase", None),
-            },
-        )
+        """An update that failed."""
+        self._updates.add({"step": step, **line_of_failure(error, seconds=seconds, why=why), "job": self.job})
 
-    def _append(self, file: Path, record: Mapping[str, Any]) -> None:
-        line = {**record, "time": time.time(), "job": self.job}
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(finite(line), allow_nan=False) + "\n")
+    def end(self, exit_code: int, last_line: str) -> None:
+        """Note how the run ended, and write its report and timeline.
+
+        Raises:
+            OSError, ConfigError: they cannot be written, or what they are made of was changed by somebody else.
+        """
+        self._run = msgspec.structs.replace(self._run, ended=time.time(), exit_code=exit_code, last_line=last_line)
+        self._write_run()
+        write_report(self.out, self.out / "report.html")
+        write_timeline(self.out, self.out / "timeline.json", last=TIMELINE_UPDATES)
+
+    def _write_run(self) -> None:
+        (self.out / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(self._run), indent=2) + b"\n")
 
 
-def finite(value: Any) -> Any:
-    """JSON has no NaN; null says as plainly that there is no number."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+def write_report(past: Path, to: Path) -> None:
+    """Raises ConfigError where *past* is no run and no flight record; OSError."""
+    from weightsync.pipeline.page import page
+
+    to.write_text(page(read_past(past)), encoding="utf-8")
+
+
+def write_timeline(past: Path, to: Path, *, last: int = 0) -> None:
+    """Of the *last* updates, 0: all. Raises as `write_report`."""
+    from weightsync.pipeline.timeline import timeline
+
+    to.write_bytes(msgspec.json.encode(timeline(read_past(past), last=last)))

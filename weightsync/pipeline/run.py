@@ -33,11 +33,13 @@ def run(config: PipelineConfig, console: Console) -> int:
     However it ends, the weight sync is closed and the actors are gone when it returns, with Ray if it was ours.
     """
     display = Display(console)
+    records: Records | None = None
     last_line = ""
     with Stopping() as stopping:
         code = 0
         try:
-            _run(config, display, stopping)
+            records = Records(Path(config.run.out).expanduser(), config)
+            _run(config, records, display, stopping)
         except KeyboardInterrupt:
             code, name = stopping.exit_code, stopping.signal.name if stopping.signal else "SIGINT"
             last_line = (
@@ -50,15 +52,25 @@ def run(config: PipelineConfig, console: Console) -> int:
         except Exception as error:
             code, last_line = 1, f"error: {display.at}: {explain(error)}"
             traceback.print_exc()
+        stopping.ignore()
+        if records is not None:
+            _end(records, code, last_line, display)
     sys.stdout.flush()
     if last_line:
         print(last_line, file=sys.stderr, flush=True)
     return code
 
 
-def _run(config: PipelineConfig, display: Display, stopping: Stopping) -> None:
+def _end(records: Records, code: int, last_line: str, display: Display) -> None:
+    try:
+        records.end(code, last_line)
+        display.say(f"records: {records.out}, report: {records.out / 'report.html'}")
+    except Exception as error:
+        display.say(f"records: {records.out}; no report could be written: {explain(error)}")
+
+
+def _run(config: PipelineConfig, records: Records, display: Display, stopping: Stopping) -> None:
     display.say(config_text(config).rstrip())
-    records = Records(Path(config.run.out).expanduser(), config)
     with display.stage("model"):
         model = model_path(config)
     fleet = Fleet(config)
@@ -80,7 +92,6 @@ def _run(config: PipelineConfig, display: Display, stopping: Stopping) -> None:
             _close(sync)
         fleet.stop()
         stopping.catch()
-    display.say(f"records: {records.out}")
 
 
 def model_path(config: PipelineConfig) -> str | None:
