@@ -1,12 +1,15 @@
 # Every target sets up .venv by itself: a fresh machine needs python3 (3.11 or newer) and make.
 PYTHON ?= python3
 BIN := .venv/bin
+PIPELINE ?= examples/pipelines/rl_smollm2.yaml
+# One GPU for the trainer and both engines of the demo, where there is one.
+ON_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),trainer.resources.num_gpus=0.3 engines.resources.num_gpus=0.35 engines.arguments.gpu_memory_utilization=0.25)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test bench clean
 
 help:
-	@echo "make demo   train a small model with RL against rollout engines   (ARGS='--help' for options)"
+	@echo "make demo   train a small model with RL against rollout engines   (ARGS='run.steps=3' and so on)"
 	@echo "make test   lint, types and tests                                 (ARGS='-k name' goes to pytest)"
 	@echo "make bench  benchmarks that need no GPU"
 	@echo "make clean  remove what builds and tools left; .venv stays"
@@ -16,7 +19,7 @@ setup:
 	@$(PYTHON) tools/setup_venv.py
 
 demo: setup
-	$(BIN)/python -m examples.rl_smollm2 $(ARGS)
+	$(BIN)/python -m weightsync run $(PIPELINE) $(ON_GPU) $(ARGS)
 
 test: setup
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ from weightsync.pipeline.fleet import Fleet, RunError, explain
 from weightsync.pipeline.loop import Loop
 from weightsync.pipeline.records import Records, config_text
 from weightsync.pipeline.stopping import Stopping
+from weightsync.pipeline.trainer import Verdict
 
 if TYPE_CHECKING:
     from weightsync.ray_actors.connect import WeightSync
@@ -34,12 +35,15 @@ def run(config: PipelineConfig, console: Console) -> int:
     """
     display = Display(console)
     records: Records | None = None
+    verdict: Verdict | None = None
     last_line = ""
     with Stopping() as stopping:
         code = 0
         try:
             records = Records(Path(config.run.out).expanduser(), config)
-            _run(config, records, display, stopping)
+            verdict = _run(config, records, display, stopping)
+            if verdict is not None and not verdict.ok:
+                code, last_line = 1, f"error: verdict: FAIL: {'; '.join(verdict.reasons)}"
         except KeyboardInterrupt:
             code, name = stopping.exit_code, stopping.signal.name if stopping.signal else "SIGINT"
             last_line = (
@@ -54,22 +58,26 @@ def run(config: PipelineConfig, console: Console) -> int:
             traceback.print_exc()
         stopping.ignore()
         if records is not None:
-            _end(records, code, last_line, display)
+            _end(records, code, last_line, verdict, display)
     sys.stdout.flush()
     if last_line:
         print(last_line, file=sys.stderr, flush=True)
     return code
 
 
-def _end(records: Records, code: int, last_line: str, display: Display) -> None:
+def _end(records: Records, code: int, last_line: str, verdict: Verdict | None, display: Display) -> None:
+    for reason in verdict.reasons if verdict else ():
+        display.say(reason)
     try:
-        records.end(code, last_line)
+        records.end(code, last_line, verdict)
         display.say(f"records: {records.out}, report: {records.out / 'report.html'}")
     except Exception as error:
         display.say(f"records: {records.out}; no report could be written: {explain(error)}")
+    if verdict is not None and verdict.ok:
+        display.say("verdict: PASS", style="bold green")
 
 
-def _run(config: PipelineConfig, records: Records, display: Display, stopping: Stopping) -> None:
+def _run(config: PipelineConfig, records: Records, display: Display, stopping: Stopping) -> Verdict | None:
     display.say(config_text(config).rstrip())
     with display.stage("model"):
         model = model_path(config)
@@ -84,7 +92,7 @@ def _run(config: PipelineConfig, records: Records, display: Display, stopping: S
             fleet.start(model)
         with display.stage("weight sync"):
             sync = _connect(config, fleet)
-        Loop(config, fleet, sync, records, display).run()
+        return Loop(config, fleet, sync, records, display).run()
     finally:
         stopping.ignore()
         display.end()
