@@ -248,6 +248,15 @@ def test_a_trainer_that_fails_is_the_last_line(tmp_path: Path, cluster: RunningC
     assert "trainer 0: ValueError: the loss is not finite" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_a_signal_that_ray_catches_while_it_starts_is_remembered() -> None:
+    with Stopping() as stopping:
+        with pytest.raises(KeyboardInterrupt):
+            stopping.over(lambda: sys.exit(signal.SIGTERM))
+        assert stopping.exit_code == 143
+        with pytest.raises(SystemExit):
+            stopping.over(lambda: sys.exit(2))
+
+
 def test_a_verdict_that_is_not_ok_fails_the_run(tmp_path: Path, cluster: RunningCluster) -> None:
     path = written(tmp_path, arguments=", ok: false", replicas=1)
     process = start(path, "run.steps=1", env=cluster.env | {"RAY_ADDRESS": cluster.gcs})

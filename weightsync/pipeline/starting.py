@@ -40,7 +40,7 @@ def started(config: PipelineConfig, display: Display, stopping: Stopping) -> Ite
     fleet = Fleet(config)
     try:
         with display.stage(f"Ray at {fleet.address}" if fleet.address else "a local Ray"):
-            fleet.connect()
+            stopping.over(fleet.connect)
         stopping.catch()
         with display.stage(processes(config)):
             fleet.start(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -21,6 +22,16 @@ class Stopping:
         for number in _STOPPING:
             before = signal.signal(number, self._handle)
             self._before.setdefault(number, before)
+
+    def over(self, connect: Callable[[], None]) -> None:
+        """Do what calls ray.init, whose handler of SIGTERM ends the process with the signal's number."""
+        try:
+            connect()
+        except SystemExit as ended:
+            if ended.code != signal.SIGTERM:
+                raise
+            self.signal = signal.SIGTERM
+            raise KeyboardInterrupt from None
 
     def ignore(self) -> None:
         """For the end, which is bounded, and must not be cut short."""
