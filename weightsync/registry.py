@@ -24,6 +24,10 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
         "weightsync.transports.broadcast:BroadcastSender",
         "weightsync.transports.broadcast:BroadcastReceiver",
     ),
+    "sharded_rdt": (
+        "weightsync.transports.sharded_rdt:ShardedRdtSender",
+        "weightsync.transports.sharded_rdt:ShardedRdtReceiver",
+    ),
 }
 _registered: dict[str, tuple[type[SenderTransport], type[ReceiverTransport]]] = {}
 
