@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from weightsync.process import process_state
 from weightsync.ray_actors.engine import make_engine_side
 from weightsync.ray_actors.side import Locator, MakeSide, call_side, open_side, side_result
 from weightsync.ray_actors.trainer import TrainerSide
+from weightsync.transports.sidecar import Sidecars
 
 _RESULT_POLL_S = 0.002
 _PROBE_S = 2.5
@@ -46,6 +47,7 @@ class RayFleet:
         self._calls: dict[Any, _Call] = {}
         self._waiting: list[_Call] = []
         self._machine = identify().machine
+        self._sidecars: Sidecars | None = None
         for actor in engines:
             self._name_engine(actor)
 
@@ -136,6 +138,11 @@ class RayFleet:
                 self._waiting.append(call)
             else:
                 yield call.party, call.number, answer
+
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        if self._sidecars is None:
+            self._sidecars = Sidecars(timeout_s=self._timeout_s)
+        return self._sidecars.addresses(ranks)
 
     def process_state(self, identity: Identity) -> str:
         if identity.machine == self._machine or not identity.node:

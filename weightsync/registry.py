@@ -71,6 +71,11 @@ def check_transport(name: str) -> None:
         )
 
 
+def takes_shards(name: str) -> bool:
+    """Whether the transport of this name takes shards; "auto" chooses none that does."""
+    return name != "auto" and transport_classes(name)[0].takes_shards
+
+
 def transport_classes(name: str) -> tuple[type[SenderTransport], type[ReceiverTransport]]:
     """(sender class, receiver class) of a transport.
 

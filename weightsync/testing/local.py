@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from weightsync import messages as m
 from weightsync.config import SyncConfig
@@ -17,6 +17,9 @@ from weightsync.process import process_state
 from weightsync.receiver import ReceiverRank
 from weightsync.sender import SenderRank
 from weightsync.session import Session
+
+if TYPE_CHECKING:
+    from weightsync.transports.sidecar import Sidecars
 
 Handler = Callable[[bytes], Sequence[bytes]]
 """One party: an encoded call in, one encoded reply a rank out."""
@@ -32,6 +35,7 @@ class LocalFleet:
         self._inbox: dict[str, queue.Queue[tuple[int, bytes] | None]] = {}
         self._restarts: dict[str, Callable[[], Handler]] = {}
         self._num_engines = 0
+        self.sidecars: Sidecars | None = None
         for i, handler in enumerate(trainers):
             self.trainers.append(f"trainer {i}")
             self._start(f"trainer {i}", handler)
@@ -84,11 +88,21 @@ class LocalFleet:
     def remove(self, party: str) -> None:
         self.engines.remove(party)
 
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        """Sidecars in the Ray that this process is connected to."""
+        from weightsync.transports.sidecar import Sidecars
+
+        if self.sidecars is None:
+            self.sidecars = Sidecars(timeout_s=30)
+        return self.sidecars.addresses(ranks)
+
     def process_state(self, identity: Identity) -> str:
         return process_state(identity.pid, identity.started)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and the sidecars."""
+        if self.sidecars is not None:
+            self.sidecars.close()
         for inbox in self._inbox.values():
             inbox.put(None)
 
