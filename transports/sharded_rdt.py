@@ -249,8 +249,8 @@ class ShardedRdtReceiver(ChannelReceiver):
     def _probe(self, memory: ArenaClient, address: Address) -> None:
         """Pull from the sender's arena twice: NIXL falls to slow paths without a word."""
         nbytes = min(address.nbytes, _PROBE_BYTES, self._arena.numel())
-        for set_up in (True, False):
-            memory.start_pull(address.source, offset=0, nbytes=nbytes, into=0, set_up=set_up)
+        for _ in range(2):
+            memory.start_pull(address.source, offset=0, nbytes=nbytes, into=0, set_up=True)
             seconds = memory.finish_pull()
         self.bytes_per_s = nbytes / max(seconds, 1e-9)
         logger.info("%s pulls %.2f GB/s over NIXL, %s", memory.who, self.bytes_per_s / 1e9, memory.backend)

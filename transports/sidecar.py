@@ -255,7 +255,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    identity: Identity
+    node: str
     actor: Any
 
 
@@ -291,7 +291,7 @@ class Sidecars:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         known = self._known.get(rank)
-        if known is not None and (known.identity.pid, known.identity.node) == (identity.pid, identity.node):
+        if known is not None and known.node == identity.node:
             return known.actor
         self._end(rank)
         name = f"weightsync sidecar of {rank} {secrets.token_hex(8)}"
@@ -300,7 +300,7 @@ class Sidecars:
         actor = kind.options(
             name=name, namespace=NAMESPACE, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         ).remote(name)
-        self._known[rank] = _Started(identity, actor)
+        self._known[rank] = _Started(identity.node, actor)
         return actor
 
     def actor(self, rank: str) -> Any:
