@@ -256,6 +256,7 @@ def _first_line(error: BaseException) -> str:
 @dataclass(frozen=True, slots=True)
 class _Started:
     node: str
+    name: str
     actor: Any
 
 
@@ -290,22 +291,26 @@ class Sidecars:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        node = identity.node or ray.get_runtime_context().get_node_id()
         known = self._known.get(rank)
-        if known is not None and known.node == identity.node:
+        if known is not None and known.node == node:
             return known.actor
         self._end(rank)
         name = f"weightsync sidecar of {rank} {secrets.token_hex(8)}"
-        node = identity.node or ray.get_runtime_context().get_node_id()
         kind = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=8, enable_tensor_transport=True)(Sidecar)
         actor = kind.options(
             name=name, namespace=NAMESPACE, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         ).remote(name)
-        self._known[rank] = _Started(identity.node, actor)
+        self._known[rank] = _Started(node, name, actor)
         return actor
 
     def actor(self, rank: str) -> Any:
         """The handle of a rank's sidecar."""
         return self._known[rank].actor
+
+    def name(self, rank: str) -> str:
+        """Of that actor; never given again."""
+        return self._known[rank].name
 
     def _end(self, rank: str) -> None:
         known = self._known.pop(rank, None)
