@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib
+import importlib.util
 import os
 import secrets
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -52,6 +55,23 @@ def choose_tls() -> str:
             if "ACTIVE" in Path(state).read_text():
                 return ""
     return "sm,self,tcp" + (",cuda_copy,cuda_ipc" if os.path.exists("/dev/nvidiactl") else "")
+
+
+def find_nixl() -> None:
+    """Make `nixl` importable, as Ray does it, also where one of its builds alone is installed: the package of that name
+    only chooses between them, and requires them all.
+
+    Raises:
+        ImportError: there is none.
+    """
+    if importlib.util.find_spec("nixl") is not None:
+        return
+    for build in ("nixl_cu12", "nixl_cu13"):
+        if importlib.util.find_spec(build) is not None:
+            sys.modules["nixl"] = importlib.import_module(build)
+            sys.modules["nixl._api"] = importlib.import_module(f"{build}._api")
+            return
+    raise ImportError("no module named nixl")
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +124,7 @@ class Sidecar:
             os.environ["UCX_TLS"] = tls  # read when UCX starts, which is now
         host = os.uname().nodename
         try:
-            import nixl  # noqa: F401
+            find_nixl()
             from ray.experimental import register_nixl_memory
         except ImportError as error:
             raise ConfigError(
