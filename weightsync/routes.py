@@ -1,7 +1,7 @@
 """The routes of sharded links: what a plan (`weightsync.shardplan`) asks of every sender, and how it comes to every receiver.
 
-Made by whoever opens links, once an epoch, for the engine ranks that take slices; ranks that come late get a plan of their
-own, in which a twin of a rank that is there (equal needs) takes the same from the same senders.
+Made by whoever opens links, once an epoch, for the engine ranks that take slices. Twins, ranks of equal needs, take the same
+from the same senders, so that it is packed once for all replicas, and one that comes late joins them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-import numpy as np
 
 from weightsync import messages as m
 from weightsync.boxes import Box
@@ -52,18 +50,17 @@ def plan_routes(
     ranks: Mapping[Rank, m.ReceiverOpened],
     known: Sequence[Route] = (),
 ) -> dict[Rank, Route]:
-    """A route for each of *ranks*; those whose needs equal a *known* one's get that one's.
+    """A route for each of *ranks*; those whose needs are equal have one, a *known* one where there is such.
 
     Raises:
         ManifestError: a rank needs what no trainer holds. AgreementError: trainers describe a tensor differently.
         ConfigError: a party did not say what it holds or needs.
     """
     needs = {rank: _said(opened.needs, opened.load.rank) for rank, opened in ranks.items()}
-    twins = {route.needs.digest: route for route in known}
-    routes = {rank: twins[of.digest] for rank, of in needs.items() if of.digest in twins}
-    fresh = [rank for rank in ranks if rank not in routes]
+    routes = {route.needs.digest: route for route in known}
+    fresh = list({of.digest: rank for rank, of in reversed(needs.items()) if of.digest not in routes}.values())
     if not fresh:
-        return routes
+        return {rank: routes[of.digest] for rank, of in needs.items()}
     plan = plan_shards(
         manifest,
         [_said(trainer.holdings, f"trainer {i}") for i, trainer in enumerate(trainers)],
@@ -72,17 +69,16 @@ def plan_routes(
         engine_nodes=[ranks[rank].identity.node for rank in fresh],
         engine_names=[ranks[rank].load.rank for rank in fresh],
     )
-    split = [_split(plan, j) for j in range(len(fresh))]
-    items = [_items(plan, sender, split) for sender in range(len(trainers))]
     for j, rank in enumerate(fresh):
-        routes[rank] = Route(
+        split = _split(plan, j)
+        routes[needs[rank].digest] = Route(
             needs=needs[rank],
-            items=tuple(of_sender[j] for of_sender in items),
-            parts=_parts(plan, j, split[j]),
+            items=_items(plan, j, split),
+            parts=_parts(plan, j, split),
             nbytes=_staged_bytes(manifest, needs[rank]),
             plan_digest=plan.digest,
         )
-    return routes
+    return {rank: routes[of.digest] for rank, of in needs.items()}
 
 
 def _said(said: T | None, who: str) -> T:
@@ -120,26 +116,24 @@ def _parts(plan: ShardPlan, receiver: int, split: set[tuple[int, int]]) -> dict[
     return {name: tuple(sorted(boxes)) for name, boxes in found.items()}
 
 
-def _items(plan: ShardPlan, sender: int, split: Sequence[set[tuple[int, int]]]) -> list[Items]:
-    """Per receiver, what it takes from the sender, group by group."""
-    found: list[list[tuple[str, Box, str, int]]] = [[] for _ in split]
-    layouts = [plan.layout(j) for j in range(len(split))]
-    for pulls in plan.of_sender(sender):
-        rows = pulls.rows[np.argsort(pulls.rows["name"], kind="stable")]
-        columns = {field: rows[field].tolist() for field in rows.dtype.names or ()}
-        for i in range(len(rows)):
-            number, j, need = columns["name"][i], columns["receiver"][i], columns["need"][i]
+def _items(plan: ShardPlan, receiver: int, split: set[tuple[int, int]]) -> tuple[Items, ...]:
+    """Per sender, what the receiver takes from it, group by group."""
+    found: list[list[tuple[str, Box, str, int]]] = [[] for _ in range(plan.num_senders)]
+    layout = plan.layout(receiver)
+    fields = ("sender", "name", "need", "start", "size", "local_start", "staged_offset")
+    for pulls in plan.of_receiver(receiver):
+        for row in zip(*(pulls.rows[field].tolist() for field in fields), strict=True):
+            sender, number, need, start, size, local_start, staged = row
             meta = plan.metas[number]
-            skip = len(columns["start"][i]) - len(meta.shape)
-            size = tuple(columns["size"][i][skip:])
-            local = Box(tuple(columns["local_start"][i][skip:]), size)
-            if (number, need) in split[j]:
-                label, start = box_name(meta, Box(tuple(columns["start"][i][skip:]), size)), 0
+            skip = len(size) - len(meta.shape)
+            size = tuple(size[skip:])
+            if (number, need) in split:
+                label, at = box_name(meta, Box(tuple(start[skip:]), size)), 0
             else:
-                label = box_name(meta, layouts[j].boxes[meta.name][need])
-                start = columns["staged_offset"][i] - layouts[j].offsets[meta.name][need]
-            found[j].append((meta.name, local, label, start))
-    return [tuple(items) for items in found]
+                label = box_name(meta, layout.boxes[meta.name][need])
+                at = staged - layout.offsets[meta.name][need]
+            found[sender].append((meta.name, Box(tuple(local_start[skip:]), size), label, at))
+    return tuple(map(tuple, found))
 
 
 def orders_of(items: Sequence[Items], order: Sequence[str]) -> Orders:
