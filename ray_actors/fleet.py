@@ -99,6 +99,8 @@ class RayFleet:
     def remove(self, party: str) -> None:
         self.engines.remove(party)
         del self.actors[party]
+        if self._sidecars is not None:
+            self._sidecars.forget(party)
         self._calls = {ref: call for ref, call in self._calls.items() if call.party != party}
         self._waiting = [call for call in self._waiting if call.party != party]
 

@@ -241,6 +241,22 @@ def test_a_late_engine_waits_for_the_next_update_where_the_trainers_have_gone_on
         assert all(equal(engine, trainers[0]) for engine in engines)
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_slices_travel_in_their_wire_dtype_also_where_the_source_makes_its_tensors(
+    lazy: bool, trainers: list[torch.nn.Module], sidecars: Sidecars
+) -> None:
+    engine = module_of(odd_weights(1))
+    config = msgspec.structs.replace(CONFIG, wire_dtype={"*": "bfloat16"}, apply="streaming")
+    sources = [lambda t=t: iter(t.state_dict().items()) if lazy else t for t in trainers]
+    with LocalSync(sources, [module_engine(engine)], config, sidecars=sidecars) as session:
+        report = session.update()
+        (said, *_) = session.status()["transport_details"].values()
+    assert said.startswith("NIXL over UCX (")
+    assert report.nbytes == sum(2 * buffer.numel() for buffer in engine.buffers())
+    state = trainers[0].state_dict()
+    assert all(torch.equal(b, state[n].to(torch.bfloat16).to(b.dtype)) for n, b in engine.named_buffers())
+
+
 @pytest.mark.parametrize("lost", ["trainer 1", "engine 0 rank 0"])
 def test_after_a_sidecar_was_killed_the_update_fails_in_time_and_the_next_is_exact(
     lost: str, trainers: list[torch.nn.Module], sidecars: Sidecars

@@ -108,9 +108,11 @@ class ShardedRdtSender(ChannelSender):
         who = f"sender {self.context.sender}"
         self._memory = ArenaClient(self.context.helper(None), who=who, timeout_s=self.context.timeout_s)
         self._arena = self._memory.take(max(num_slots, 1) * self._slot_bytes)
-        logger.info("%s sends slices over NIXL, %s", who, self._memory.backend)
         place = self._listen(self.context.host)
         return msgspec.msgpack.encode(Address(place, self._memory.source, self._slot_bytes, self._arena.numel()))
+
+    def describe(self) -> str:
+        return f"NIXL over {self._memory.backend}" if self._memory is not None else ""
 
     def stable(self) -> bool:
         return False

@@ -339,6 +339,11 @@ class Sidecars:
 
             ray.kill(known.actor)
 
+    def forget(self, party: str) -> None:
+        """End those of a party ("engine 1") with all its ranks."""
+        for rank in [rank for rank in self._known if rank == party or rank.startswith(f"{party} rank ")]:
+            self._end(rank)
+
     def close(self) -> None:
         """End them all. Idempotent."""
         for rank in list(self._known):

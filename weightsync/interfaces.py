@@ -128,6 +128,10 @@ class SenderTransport(ABC):
             TransportError: a link broke. UpdateTimeoutError: a receiver did not answer in time.
         """
 
+    def describe(self) -> str:
+        """For people: what the transport has chosen for itself, once open; "" where there was no choice."""
+        return ""
+
     @abstractmethod
     def stable(self) -> bool:
         """Whether chunks stay readable where they lie until `finish`, so that receivers need no copy of them."""

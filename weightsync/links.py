@@ -128,6 +128,7 @@ class Links:
         self._stable: dict[int, bool] = {}
         self._owned: Sequence[tuple[str, ...]] = ()
         self._routes: dict[Rank, Route] = {}
+        self._details: dict[int, str] = {}
 
     def open(
         self,
@@ -189,6 +190,7 @@ class Links:
             assert isinstance(reply, m.SenderOpened), reply
             for plan, address, stable in zip(of_sender[party], reply.addresses, reply.stable, strict=True):
                 self._addresses[plan.id], self._stable[plan.id] = address, stable
+            self._details.update(zip((plan.id for plan in of_sender[party]), reply.details, strict=False))
         self._links.update({link.plan.id: link for link in links})
         requests: dict[str, m.Request] = {party: m.Connect() for party in senders}
         for party in engines:
@@ -254,6 +256,12 @@ class Links:
     def transports(self) -> dict[str, str]:
         """ "trainer 0 -> engine 1 rank 0": name of the transport."""
         return {pair: link.plan.transport for link in self._links.values() for pair in link.pairs}
+
+    def details(self) -> dict[str, str]:
+        """ "trainer 0 -> engine 1 rank 0": what its transport has chosen for itself; pairs without a choice are left out."""
+        return {
+            pair: said for id, link in self._links.items() if (said := self._details.get(id)) for pair in link.pairs
+        }
 
     def _ends(self, party: str) -> tuple[m.ReceiverLink, ...]:
         return receiver_links(party, list(self._links.values()), self._addresses, self._stable, self._owned)

@@ -115,6 +115,8 @@ class SenderOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     addresses: tuple[bytes, ...]
     """One per link."""
     stable: tuple[bool, ...]
+    details: tuple[str, ...] = ()
+    """What each link's transport says of itself."""
 
 
 class ReceiverLink(msgspec.Struct, frozen=True, kw_only=True):

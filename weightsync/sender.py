@@ -147,10 +147,12 @@ class SenderRank:
                 metas = tuple(self._manifest.by_name[name] for name in orders.names)
             elif self._source.held:
                 transport.look(held)
-            opened.append((transport.open(metas), transport.stable()))
+            opened.append((transport.open(metas), transport.stable(), transport.describe()))
             self._unconnected.append(transport)
         return m.SenderOpened(
-            addresses=tuple(address for address, _ in opened), stable=tuple(stable for _, stable in opened)
+            addresses=tuple(address for address, _, _ in opened),
+            stable=tuple(stable for _, stable, _ in opened),
+            details=tuple(details for _, _, details in opened),
         )
 
     def _connect(self) -> m.Ok:

@@ -332,6 +332,7 @@ class Session:
             "admitted": [party for party, engine in self.engines.items() if engine.admitted],
             "poisoned": {party: engine.poisoned for party, engine in self.engines.items() if engine.poisoned},
             "transports": self._links.transports(),
+            "transport_details": self._links.details(),
             "tensors": len(self._members.manifest.tensors),
             "nbytes": self._members.manifest.nbytes,
             "unmapped": {load.rank: load.unmapped for load in loads},

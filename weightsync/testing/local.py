@@ -91,6 +91,8 @@ class LocalFleet:
 
     def remove(self, party: str) -> None:
         self.engines.remove(party)
+        if self._sidecars is not None:
+            self._sidecars.forget(party)
 
     def use_sidecars(self, sidecars: Sidecars) -> None:
         """As if they had been given when it was made."""
