@@ -10,6 +10,7 @@ Pull(source, ...)               ->  reads from another sidecar's arena into this
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from weightsync.transports.segment import open_segment
 _SET_UP_S = 30.0
 """The least bound for what happens once: NIXL registers memory, and agents meet."""
 _GRACE_S = 5.0
+STIRRED_S = 10.0
+"""For how long a sidecar looks after its peers' reads at short intervals."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -31,6 +34,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Name of the Ray actor, by which other sidecars find it."""
     backend: str
     """What NIXL was set up with: "UCX (sm,self,tcp)"."""
+
+
+class Stir(msgspec.Struct, tag=True, frozen=True):
+    """Rank to sidecar: somebody is about to read from you."""
 
 
 class NewArena(msgspec.Struct, tag=True, frozen=True):
@@ -67,7 +74,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     late: bool = False
 
 
-MESSAGES: Any = Ready | NewArena | Arena | Pull | Pulled | Refused
+MESSAGES: Any = Ready | Stir | NewArena | Arena | Pull | Pulled | Refused
 """All that travels on a channel between them."""
 
 
@@ -89,12 +96,17 @@ class ArenaClient:
         self.who = f"the sidecar of {who}"
         self._timeout_s = timeout_s
         self._channel: Channel[Any] = dial(address, MESSAGES, peer=self.who, timeout_s=timeout_s)
-        ready = self._hear(max(timeout_s, _SET_UP_S))
+        try:
+            ready = self._hear(max(timeout_s, _SET_UP_S))
+        except BaseException:
+            self._channel.close()
+            raise
         assert isinstance(ready, Ready), ready
         self.backend = ready.backend
         self.nbytes_pulled = 0
         self._actor = ready.actor
         self._pulling: list[Pull] = []
+        self._stirred = 0.0
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Shared memory of that size, registered with NIXL; once."""
@@ -108,6 +120,13 @@ class ArenaClient:
             return open_segment(fd, arena.nbytes)[:nbytes]
         finally:
             os.close(fd)
+
+    def stir(self) -> None:
+        """Others are about to read from this arena, or still do; to be said now and then."""
+        now = time.monotonic()
+        if now - self._stirred > STIRRED_S / 4:
+            self._stirred = now
+            self._channel.send(Stir(), timeout_s=self._timeout_s)
 
     def start_pull(self, source: Source, *, offset: int, nbytes: int, into: int, set_up: bool = False) -> None:
         """Begin to read from another arena into this one; `finish_pull` waits for it. *set_up*: for the first time."""

@@ -191,6 +191,8 @@ class ShardedRdtSender(ChannelSender):
         )
         if self._aborted:
             raise TransportError("the update was aborted")
+        assert self._memory is not None
+        self._memory.stir()
         for i in stream.receivers:
             self._channels[i].send(message, timeout_s=self.context.timeout_s)
         stream.unanswered.append(slot)

@@ -70,11 +70,11 @@ def test_a_slot_that_is_still_read_is_not_written(
 def test_bytes_that_ray_reads_elsewhere_are_refused(sidecars: Sidecars) -> None:
     """It refers to targets weakly: one that is gone by then is replaced by new memory, without a word."""
 
-    def pull(source: Any, keep: bool) -> bool:
+    def pull(source: Any, arena: int, keep: bool) -> bool:
         import torch
         from ray.experimental import set_target_for_ref
 
-        (ref,) = ray.get(source.publish.remote(0, 0, 4096))
+        (ref,) = ray.get(source.publish.remote(arena, 0, 4096))
         target = torch.zeros(4096, dtype=torch.uint8)
         given = target if keep else target.clone()
         set_target_for_ref(ref, [given])
@@ -90,10 +90,12 @@ def test_bytes_that_ray_reads_elsewhere_are_refused(sidecars: Sidecars) -> None:
     memory = ArenaClient(context.helpers[0], who="a test", timeout_s=10)
     memory.take(4096)
     source = ray.get_actor(memory.source.actor, namespace=NAMESPACE)
-    assert memory.source.arena == 0, "arenas are numbered"
     run = ray.remote(num_cpus=0, max_calls=1)(pull)
-    assert ray.get([run.remote(source, True), run.remote(source, False)]) == [True, False]
-    memory.abort()
+    arena = memory.source.arena
+    try:
+        assert ray.get([run.remote(source, arena, True), run.remote(source, arena, False)]) == [True, False]
+    finally:
+        memory.abort()
 
 
 @pytest.mark.parametrize("lost", RANKS[:2])
