@@ -173,7 +173,7 @@ def _line(actor: Any, role: str, party: str, address: str) -> _Line:
 def _others_wait(actor: Any) -> bool:
     """Whether staying would keep from running what the update itself may need: the actor is trainer and engine at once,
     or async, where even a call that is not holds the loop."""
-    return has_two_roles(actor) or _is_async(type(actor))
+    return has_two_roles(actor) or _is_async(type(actor))  # type: ignore[arg-type]
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 
 from weightsync import messages as m
 from weightsync.background import Background
+from weightsync.boxview import BoxView, Parts
 from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.direct import DirectApply, Way
@@ -20,6 +21,8 @@ from weightsync.identity import identify, on_device
 from weightsync.interfaces import EngineAdapter, ReceiverTransport, Transfer
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest
+from weightsync.needs import Needs
+from weightsync.plan import may_take_shards
 from weightsync.registry import transport_classes
 from weightsync.report import LoadSummary
 from weightsync.sender import link_context
@@ -43,6 +46,9 @@ class ReceiverRank:
         self._config = SyncConfig()
         self._manifest: Manifest | None = None
         self._load_map: LoadMap | None = None
+        self._needs: Needs | None = None
+        self._boxes: BoxView | None = None
+        """Where this rank takes slices: the boxes that they are."""
         self._links: list[tuple[m.ReceiverLink, ReceiverTransport]] = []
         self._connecting: Background[m.Ok] | None = None
         self._receiving: list[Background[None]] = []
@@ -104,10 +110,9 @@ class ReceiverRank:
         self._config, self._manifest = request.config, request.manifest
         self._load_map = load_map = self._adapter.load_map(request.manifest)
         self._check_load_map(load_map, request.manifest)
-        self._group_table = GroupTable.of(request.manifest, load_map.groups)
-        self._direct = DirectApply(
-            self._adapter, load_map, mode=self._config.direct_apply, audit_every=self._config.audit_every
-        )
+        self._needs = Needs.of(load_map, request.manifest) if may_take_shards(self._config) else None
+        self._boxes = None
+        self._load_by(self._adapter, load_map, request.manifest)
         sizes = {group.key: group_bytes(request.manifest, group) for group in load_map.groups}
         largest = max(sizes, key=lambda key: sizes[key], default="")
         summary = LoadSummary(
@@ -130,7 +135,28 @@ class ReceiverRank:
             version=self._version,
             epoch=self.fence.epoch,
             poisoned=self.poisoned,
+            needs=self._needs,
         )
+
+    def _load_by(self, adapter: EngineAdapter, load_map: LoadMap, manifest: Manifest) -> None:
+        """Make ready for groups of *load_map*, which take tensors of *manifest*."""
+        self._group_table = GroupTable.of(manifest, load_map.groups)
+        self._direct = DirectApply(
+            adapter, load_map, mode=self._config.direct_apply, audit_every=self._config.audit_every
+        )
+
+    def _look_at_boxes(self, parts: Parts | None) -> None:
+        """From the next update on take slices, some of them in *parts*; None: whole tensors."""
+        assert self._manifest is not None and self._load_map is not None
+        if parts is not None:
+            assert self._needs is not None
+            view = BoxView(self._manifest, self._load_map, self._needs, parts)
+            if self._boxes is None or self._boxes.digest != view.digest:  # else what was proven stays so
+                self._boxes = view
+                self._load_by(view.adapt(self._adapter), view.load_map, view.manifest)
+        elif self._boxes is not None:
+            self._boxes = None
+            self._load_by(self._adapter, self._load_map, self._manifest)
 
     def _check_load_map(self, load_map: LoadMap, manifest: Manifest) -> None:
         """Refuse a manifest that this engine cannot be updated from."""
@@ -154,6 +180,8 @@ class ReceiverRank:
     def _connect(self, request: m.Connect) -> m.Reply:
         self._drop_links()  # an engine that committed while another failed still has its old ones
         self._plan_digest = m.plan_digest(request.links)
+        sharded = any(link.plan.contents and self._rank in link.receiver for link in request.links)
+        self._look_at_boxes(request.parts.get(self._rank, {}) if sharded else None)
         for link in request.links:
             index = link.receiver.get(self._rank)
             if index is not None:
@@ -179,10 +207,12 @@ class ReceiverRank:
         self._ready = False
         self._staged = request.staged
         copied = {name for link, _ in self._links if not link.stable for name in link.names}
+        if self._boxes is not None:
+            copied = set(self._boxes.manifest.by_name)
         if copied:
             check_budget(
-                self._manifest,
-                self._load_map.groups,
+                self._manifest if self._boxes is None else self._boxes.manifest,
+                self._group_table.groups,
                 copied=copied,
                 limit_bytes=self._config.staging_limit,
                 whole_model=request.staged,
@@ -231,7 +261,7 @@ class ReceiverRank:
     def _new_coalescer(self, version: int) -> Coalescer:
         assert self._manifest is not None
         return Coalescer(
-            self._manifest,
+            self._manifest if self._boxes is None else self._boxes.manifest,
             self._group_table,
             version=version,
             staging_limit_bytes=self._config.staging_limit,
@@ -247,7 +277,7 @@ class ReceiverRank:
         coalescer = self._coalescer
         try:
             for chunk in transport.receive(Transfer(version=version, manifest=self._manifest, names=link.names)):
-                coalescer.put(chunk)
+                coalescer.put(chunk if self._boxes is None else self._boxes.adopt(chunk))
             self._arrived = time.monotonic()
             coalescer.producer_done()
         except WeightSyncError as error:
@@ -282,7 +312,10 @@ class ReceiverRank:
         arrived = self._arrived if all(work.is_done(0) for work in self._receiving) else time.monotonic()
         return m.Vote(
             nbytes=self._coalescer.nbytes,
-            content_digests={link.plan.id: found.get(link.plan.sender, 0) for link, _ in self._links},
+            content_digests={
+                link.plan.content_id(link.receiver[self._rank]): found.get(link.plan.sender, 0)
+                for link, _ in self._links
+            },
             peak_staging_bytes=self._coalescer.peak_staging_bytes,
             began=self._began,
             seconds=arrived - self._began,
