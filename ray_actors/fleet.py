@@ -107,6 +107,8 @@ class RayFleet:
     def close(self) -> None:
         """No call can be made any more."""
         self._calls.close()
+        if self._sidecars is not None:
+            self._sidecars.close()
 
     def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
         if self._sidecars is None:
