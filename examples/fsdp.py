@@ -48,7 +48,7 @@ class Engine:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=3, object_store_memory=10**8, include_dashboard=False, logging_level="warning")
+    ray.init(address="local", num_cpus=3, object_store_memory=10**8, include_dashboard=False, logging_level="warning")
     with tempfile.TemporaryDirectory() as folder:
         trainers = [ray.remote(Trainer).remote(rank, folder) for rank in range(WORLD)]
         engine = ray.remote(Engine).remote()

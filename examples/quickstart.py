@@ -39,7 +39,7 @@ class Engine:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, object_store_memory=10**8, include_dashboard=False, logging_level="warning")
+    ray.init(address="local", num_cpus=2, object_store_memory=10**8, include_dashboard=False, logging_level="warning")
     trainer, engines = ray.remote(Trainer).remote(), [ray.remote(Engine).remote() for _ in range(2)]
     x = torch.randn(4, 64)
     with ws.connect(trainers=[trainer], engines=engines, source="model", target="model") as sync:

@@ -52,7 +52,8 @@ def connect(
         source: attribute path in the trainer actor ("model"), or a function of the actor; names a module, a mapping
             of tensors, or (name, tensor) pairs, or a method that returns one of these. Asked anew for each update.
         target: attribute path in the engine actor ("llm"), or a function; a vllm.LLM or AsyncLLM created with
-            worker_extension_cls="weightsync.ray_actors.vllm_worker.WeightSyncWorkerExtension", or an nn.Module.
+            worker_extension_cls="weightsync.ray_actors.vllm_worker.WeightSyncWorkerExtension", an nn.Module, or an
+            EngineAdapter.
         config: a SyncConfig, a dict, the path of a YAML file, or None for the defaults.
 
     Raises:

@@ -1,7 +1,7 @@
 """The engine's side, inside the engine's actor: which kind stands before what a user's actor holds.
 
-Three kinds of target: an nn.Module in this process, a vllm.LLM, a vllm.AsyncLLM. Which one it is, is seen from what
-it offers.
+Four kinds of target: an nn.Module in this process, a vllm.LLM, a vllm.AsyncLLM, an adapter of a user's own. Which one it
+is, is seen from what it offers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from weightsync import messages as m
 from weightsync.engines.torch_module import TorchModuleAdapter
 from weightsync.errors import ConfigError
+from weightsync.interfaces import EngineAdapter
 from weightsync.ray_actors.engine_side import EngineSide
-from weightsync.ray_actors.guard import ModuleGuard, guard_of
+from weightsync.ray_actors.guard import Guard, ModuleGuard, guard_of
 from weightsync.ray_actors.side import Locator, Side, has_two_roles, locate
 from weightsync.ray_actors.vllm_side import AsyncVllmSide, VllmSide
 from weightsync.receiver import ReceiverRank
 
-__all__ = ["AsyncVllmSide", "EngineSide", "ModuleSide", "VllmSide", "make_engine_side"]
+__all__ = ["AdapterSide", "AsyncVllmSide", "EngineSide", "ModuleSide", "VllmSide", "make_engine_side"]
 
 
 def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | None) -> Side:
@@ -35,16 +36,19 @@ def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | N
         return previous
     if isinstance(previous, EngineSide):
         previous.discard()
-    kind: type[ModuleSide | AsyncVllmSide | VllmSide]
+    kind: type[ModuleSide | AsyncVllmSide | VllmSide | AdapterSide]
     if isinstance(engine, torch.nn.Module):
         kind = ModuleSide
     elif asyncio.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
         kind = AsyncVllmSide
     elif hasattr(engine, "collective_rpc"):
         kind = VllmSide
+    elif isinstance(engine, EngineAdapter):
+        kind = AdapterSide
     else:
         raise ConfigError(
-            f"target: a {type(engine).__name__} is no engine; expected a torch.nn.Module, a vllm.LLM or a vllm AsyncLLM",
+            f"target: a {type(engine).__name__} is no engine; expected a torch.nn.Module, a vllm.LLM, a "
+            "vllm AsyncLLM, or an EngineAdapter",
             key="target",
         )
     side = kind(engine, lambda: locate(actor, target, key="target"))
@@ -52,12 +56,19 @@ def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | N
     return side
 
 
-class ModuleSide(EngineSide):
-    """A module in this process: one rank."""
+class AdapterSide(EngineSide):
+    """An adapter in this process: one rank. Its owner asks `check_serving` before each request."""
 
-    def __init__(self, engine: torch.nn.Module, find: Callable[[], Any]) -> None:
-        super().__init__(engine, find, guard_of(engine, ModuleGuard))
-        self._rank = ReceiverRank(TorchModuleAdapter(engine))
+    def __init__(self, engine: Any, find: Callable[[], Any]) -> None:
+        super().__init__(engine, find, self._guard(engine))
+        self._rank = ReceiverRank(self._adapter(engine))
+
+    def _guard(self, engine: Any) -> Guard:
+        return guard_of(engine, lambda _: Guard())
+
+    def _adapter(self, engine: Any) -> EngineAdapter:
+        adapter: EngineAdapter = engine
+        return adapter
 
     def _start(self, call: m.Call) -> list[bytes] | None:
         replies = [self._rank.handle(call)]
@@ -73,3 +84,13 @@ class ModuleSide(EngineSide):
 
     def discard(self) -> None:
         self._rank.discard()
+
+
+class ModuleSide(AdapterSide):
+    """A module in this process, whose forward is guarded."""
+
+    def _guard(self, engine: torch.nn.Module) -> Guard:
+        return guard_of(engine, ModuleGuard)
+
+    def _adapter(self, engine: torch.nn.Module) -> EngineAdapter:
+        return TorchModuleAdapter(engine)

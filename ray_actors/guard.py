@@ -88,3 +88,14 @@ def guard_of(engine: Any, make: Callable[[Any], G]) -> G:
         _guards[engine] = make(engine)
     guard: G = _guards[engine]
     return guard
+
+
+def check_serving(engine: Any) -> None:
+    """For engines that are asked past weightsync, through an adapter of one's own: call it before each request.
+
+    Raises:
+        EnginePoisonedError: *engine*, which is the weight sync's target, may hold mixed weights, or has missed a version.
+        EngineStateError: it holds a version that is not committed yet.
+    """
+    if (guard := _guards.get(engine)) is not None:
+        guard.check()

@@ -1,4 +1,4 @@
-"""The command line: `weightsync run FILE.yaml [key.sub=value ...]`, `doctor` of the same, `report`, `timeline` and `schema`."""
+"""The command line: `weightsync run FILE.yaml [key.sub=value ...]`, `doctor` and `bench` of the same, `report`, `timeline` and `schema`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("file", type=Path, help="the pipeline")
     doctor.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change a key; the value is YAML")
     doctor.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    bench = commands.add_parser("bench", help="start a pipeline and measure updates, beside a plain copy of the bytes")
+    bench.add_argument("file", type=Path, help="the pipeline")
+    bench.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change a key; the value is YAML")
+    bench.add_argument("--rounds", type=int, default=10, help="updates that count (default: 10)")
+    bench.add_argument("--json", action="store_true", help="print the figures as JSON, in seconds and bytes")
     report = commands.add_parser("report", help="make an HTML page of a run, or of a flight record")
     report.add_argument("past", type=Path, metavar="RUN_DIR", help="the folder of a run, or a flight record (.jsonl)")
     report.add_argument("-o", "--output", type=Path, help="default: report.html in the folder, or beside the record")
@@ -47,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _tell(options)
     if options.command == "doctor":
         return _doctor(options.file, options.overrides, json=options.json)
+    if options.command == "bench":
+        if options.rounds < 1:
+            parser.error("--rounds must be 1 or more")
+        return _bench(options.file, options.overrides, rounds=options.rounds, json=options.json)
     return _run(options.file, options.overrides, only_check=options.check)
 
 
@@ -79,6 +88,15 @@ def _doctor(file: Path, overrides: list[str], *, json: bool) -> int:
     from weightsync.doctor.run import doctor
 
     return doctor(loaded, json=json)
+
+
+def _bench(file: Path, overrides: list[str], *, rounds: int, json: bool) -> int:
+    config = _load(file, overrides)
+    if isinstance(config, ConfigError):
+        return 2
+    from weightsync.bench.run import bench
+
+    return bench(config, rounds=rounds, json=json)
 
 
 def _run(file: Path, overrides: list[str], *, only_check: bool) -> int:

@@ -291,10 +291,7 @@ class Coalescer(GroupAssembly):
         """Wait until every tensor has come; the sets, and by canonical name the tensors that came otherwise.
 
         All groups are handed out at once, so nothing may have to be staged. Where `defer_sets` is on, each set must then
-        be passed to `check_set`.
-
-        Raises:
-            As `groups`.
+        be passed to `check_set`. Raises as `groups` does.
         """
         with self._changed:
             nbytes = -1

@@ -14,64 +14,64 @@ reloads are vLLM's own, and none of the values that vLLM does write is touched.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import ray
 import torch
 from torch.overrides import TorchFunctionMode
 
-from examples.rl.updates import UpdateFigures
-
-Chunk = list[tuple[str, torch.Tensor]]
-
-NOTE = (
-    "break mode: weightsync is not used; each engine reloads once per parameter. Uninitialised memory is filled "
-    "with fixed random numbers first, so that every run shows the same; without that, luck decides what it holds."
-)
+from weightsync.pipeline import Completion
 
 
 class OneReloadPerChunk:
-    """Stands where weightsync would, and does what was done before it."""
+    """A vLLM that is loaded by hand, out of a module that weightsync keeps up to date in the same process."""
 
-    def __init__(self, trainer: Any, engines: Sequence[Any]) -> None:
-        self._trainer = trainer
-        self._engines = list(engines)
-        self._version = 0
+    def __init__(self, model: str, **arguments: Any) -> None:
+        """*arguments* are keywords of vllm.LLM."""
+        from transformers import AutoModelForCausalLM
+        from vllm import LLM
 
-    def update(self) -> UpdateFigures:
-        """Block until all engines have reloaded once per parameter."""
-        started = time.perf_counter()
-        chunks = self._trainer.__ray_call__.remote(one_parameter_per_chunk)
-        ray.wait([chunks])
-        sent = time.perf_counter()
-        sizes = ray.get([engine.__ray_call__.remote(reload_each_chunk, chunks) for engine in self._engines])
-        self._version += 1
-        finished = time.perf_counter()
-        return UpdateFigures(
-            version=self._version, nbytes=sizes[0], seconds=finished - started, pause_s=finished - sent
-        )
+        self.llm = LLM(model, **arguments)
+        self.model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        """What weightsync is pointed at: the last metre, from here into vLLM, is not its own."""
+        self._loaded = _copy(self.model)
 
-    def __enter__(self) -> Self:
-        return self
+    def rollout(self, prompts: Sequence[list[int]], *, seed: int, **sampling: Any) -> list[list[Completion]]:
+        from vllm import SamplingParams
 
-    def __exit__(self, *exc: object) -> None:
-        return None
+        if any(not torch.equal(tensor, self._loaded[name]) for name, tensor in self.model.state_dict().items()):
+            self._reload()
+            self._loaded = _copy(self.model)
+        params = [SamplingParams(seed=seed + 1000 * i, **sampling) for i in range(len(prompts))]
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return [[_completion(completion) for completion in output.outputs] for output in outputs]
 
-
-def one_parameter_per_chunk(trainer: Any) -> list[Chunk]:
-    """Run in the trainer: its whole state dict, the tied output head included."""
-    return [[(name, tensor.detach().cpu())] for name, tensor in trainer.model.state_dict().items()]
+    def _reload(self) -> None:
+        with FilledMemory():
+            for chunk in one_parameter_per_chunk(self.model):
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(chunk)})
+        self.llm.reset_prefix_cache()
 
 
-def reload_each_chunk(engine: Any, chunks: list[Chunk]) -> int:
-    """Run in an engine: one whole reload for each chunk; returns the bytes loaded."""
-    with FilledMemory():
-        for chunk in chunks:
-            engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(chunk)})
-    engine.llm.reset_prefix_cache()
-    return sum(tensor.nbytes for chunk in chunks for _, tensor in chunk)
+def one_parameter_per_chunk(model: torch.nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The whole state dict, a tied output head included."""
+    for name, tensor in model.state_dict().items():
+        yield [(name, tensor)]
+
+
+def _copy(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def _completion(output: Any) -> Completion:
+    token_ids = tuple(output.token_ids)
+    return Completion(
+        text=output.text,
+        token_ids=token_ids,
+        logprobs=tuple(at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)),
+        finish_reason=output.finish_reason,
+    )
 
 
 class FilledMemory(TorchFunctionMode):

@@ -14,7 +14,6 @@ Knows nothing about weightsync: ``model`` is an ordinary attribute.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +34,10 @@ class TrainingStep:
     grad_norm: float
     """Before clipping; 0 when no group told good answers from bad."""
     num_trained_groups: int
-    seconds: float
 
 
 class Trainer:
-    """Holds the policy and improves it; one Ray actor, one process."""
+    """Holds the policy and improves it."""
 
     def __init__(self, model_dir: Path, *, learning_rate: float, num_threads: int, device: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -52,10 +50,6 @@ class Trainer:
         self.masters = [torch.nn.Parameter(w.detach().float()) for w in self.weights]
         self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate, weight_decay=0.0)
 
-    def ready(self) -> str:
-        """Return once the model is loaded (Ray runs an actor's calls in order)."""
-        return type(self.model).__name__
-
     def step(self, groups: Sequence[Group], *, train: bool = True) -> TrainingStep:
         """Measure the gap on all answers and take one policy-gradient step on them.
 
@@ -66,7 +60,6 @@ class Trainer:
             groups: Sampled with the weights that ``model`` holds now; with others the gap means nothing.
             train: False measures only.
         """
-        started = time.perf_counter()
         num_tokens = sum(len(s.token_ids) for g in groups for s in g.samples)
         gap, num_trained = GapSum(), 0
         for group in groups:
@@ -82,9 +75,7 @@ class Trainer:
                 self._collect_gradients()
                 num_trained += 1
         grad_norm = self._optimizer_step() if num_trained else 0.0
-        return TrainingStep(
-            gap=gap, grad_norm=grad_norm, num_trained_groups=num_trained, seconds=time.perf_counter() - started
-        )
+        return TrainingStep(gap=gap, grad_norm=grad_norm, num_trained_groups=num_trained)
 
     def _logprobs(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each answer token, and the mask of tokens that exist; both [answer, token].

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from examples.rl.updates import UpdateFigures
+from weightsync.pipeline import Verdict
 
 # bf16 noise is not one number: it depends on the model and shifts a little as the policy does.
 # So the limit is a multiple of what this very model shows before any update, where both sides
@@ -23,21 +23,14 @@ REWARD_RISE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One step: rollouts, training and the update after it."""
+    """What the rollouts of one step showed."""
 
     step: int
     version: int
     """Version of the weights that sampled the answers; 0 is the checkpoint as loaded."""
     reward: float
-    gap: float
-    """Mean |trainer - engine| log-probability over all sampled tokens, both with this version."""
     gap_by_engine: dict[int, float]
-    answer_tokens: float
-    rollout_s: float
-    train_s: float
-    grad_norm: float
-    update: UpdateFigures | None
-    """None on the closing row, which only measures what the last update left."""
+    """Mean |trainer - engine| log-probability over the engine's sampled tokens, both with this version."""
 
     @property
     def worst_gap(self) -> float:
@@ -46,23 +39,9 @@ class Row:
         return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Whether the run showed what it set out to show, and why, in sentences."""
-
-    ok: bool
-    gap_limit: float
-    reasons: tuple[str, ...]
-
-
-def gap_limit(rows: Sequence[Row]) -> float:
-    """What counts as noise in this run: a multiple of the gap before any update."""
-    return GAP_FACTOR * rows[0].worst_gap
-
-
 def judge(rows: Sequence[Row]) -> Verdict:
     """Ask of a healthy run that the gap stayed at noise in every step and that the reward rose."""
-    limit = gap_limit(rows)
+    limit = GAP_FACTOR * rows[0].worst_gap
     over = [row for row in rows if not row.worst_gap < limit]
     if over:
         text = f"gap: above {limit:.3f} in step(s) {_steps(over)}, at worst {_worst(over):.3f}: NOT noise"
@@ -80,11 +59,11 @@ def judge(rows: Sequence[Row]) -> Verdict:
             f"reward: {first:.2f} in the first three rows, {last:.2f} in the last three: "
             + ("rose clearly" if rose else f"did NOT reach {REWARD_END} and rise by {REWARD_RISE}")
         )
-    return Verdict(ok=not over and rose, gap_limit=limit, reasons=tuple(reasons))
+    return Verdict(ok=not over and rose, reasons=tuple(reasons))
 
 
 def judge_corruption(rows: Sequence[Row]) -> Verdict:
-    """Ask of break mode that the gap explodes in every row after the first update."""
+    """Ask of one reload per chunk that the gap explodes in every row after the first update."""
     limit = CORRUPTION_FACTOR * rows[0].worst_gap
     hidden = [row for row in rows if row.version > 0 and row.worst_gap < limit]
     updated = [row for row in rows if row.version > 0]
@@ -95,7 +74,7 @@ def judge_corruption(rows: Sequence[Row]) -> Verdict:
             f"one reload per chunk corrupted the engines: the gap went from {rows[0].worst_gap:.3f} "
             f"to {_worst(updated):.3f}, and no call raised"
         )
-    return Verdict(ok=bool(updated) and not hidden, gap_limit=gap_limit(rows), reasons=(text,))
+    return Verdict(ok=bool(updated) and not hidden, reasons=(text,))
 
 
 def _mean_reward(rows: Sequence[Row]) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from weightsync.pipeline import Verdict
 
 
 def make_module(seed: int = 0) -> torch.nn.Module:
@@ -77,9 +79,11 @@ class Engine(torch.nn.Module):
 class Trainer:
     """Moves its weights at random, and notes what it had after each step."""
 
-    def __init__(self, folder: str, fail_at: int = -1, sleep_at: int = -1, model: str = "") -> None:
+    def __init__(
+        self, folder: str, fail_at: int = -1, sleep_at: int = -1, ok: bool | None = None, model: str = ""
+    ) -> None:
         self.module = make_module(2)
-        self.folder, self.fail_at, self.sleep_at = Path(folder), fail_at, sleep_at
+        self.folder, self.fail_at, self.sleep_at, self.ok = Path(folder), fail_at, sleep_at, ok
 
     def prompts(self, step: int) -> list[int]:
         return [2 * step, 2 * step + 1]
@@ -100,8 +104,10 @@ class Trainer:
         torch.save(self.module.state_dict(), self.folder / f"trainer-{step}.pt")
         return {"loss": 1.0 / (step + 1)}
 
-    def evaluate(self, step: int, rollouts: list[Any]) -> dict[str, float]:
-        return {"loss": 0.0}
+    def evaluate(self, step: int, rollouts: list[Any]) -> Mapping[str, float] | Verdict:
+        if self.ok is None:
+            return {"loss": 0.0}
+        return Verdict(ok=self.ok, reasons=("the loss", f"is <{rollouts[0].version}>"), metrics={"loss": 0.0})
 
     def weights(self) -> torch.nn.Module:
         return self.module

@@ -84,7 +84,7 @@ def gone_within(folder: Path, seconds: float) -> list[str]:
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Popen[str]]:
     """A run that goes on while the first test does, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, start(written(folder), "run.sync_every=2", "sync.count_changed_values=true")
+    return folder, start(written(folder, arguments=", ok: true"), "run.sync_every=2", "sync.count_changed_values=true")
 
 
 @pytest.mark.usefixtures("whole_run")
@@ -133,14 +133,17 @@ def test_a_run_leaves_exact_engines_and_its_records(whole_run: tuple[Path, subpr
 
     # What is made of the records, at the end.
     run = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert (run["exit_code"], run["last_line"]) == (0, "")
+    assert (run["exit_code"], run["last_line"], run["reasons"]) == (0, "", ["the loss", "is <2>"])
+    assert output.splitlines()[-1] == "verdict: PASS"
     for update in updates:
         (attempt,) = update["attempts"]
         assert (attempt["version"], attempt["error"]) == (update["version"], None)
         assert {"coordinator", "trainer 0", "engine 0", "engine 1 rank 0"} <= {
             span["rank"] for span in attempt["spans"]
         }
-    assert "finished in" in (tmp_path / "out" / "report.html").read_text()
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "finished in" in report
+    assert "<p>is &lt;2&gt;</p>" in report
     assert len(json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]) > 40
     assert f"records: out, report: {Path('out', 'report.html')}" in output
 
@@ -243,6 +246,16 @@ def test_a_trainer_that_fails_is_the_last_line(tmp_path: Path, cluster: RunningC
     run = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (run["exit_code"], run["last_line"]) == (1, last)
     assert "trainer 0: ValueError: the loss is not finite" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_verdict_that_is_not_ok_fails_the_run(tmp_path: Path, cluster: RunningCluster) -> None:
+    path = written(tmp_path, arguments=", ok: false", replicas=1)
+    process = start(path, "run.steps=1", env=cluster.env | {"RAY_ADDRESS": cluster.gcs})
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == "error: verdict: FAIL: the loss; is <1>"
+    assert "PASS" not in output
+    assert "verdict: FAIL: the loss; is &lt;1&gt;" in (tmp_path / "out" / "report.html").read_text()
 
 
 STOPS = {

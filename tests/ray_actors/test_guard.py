@@ -26,7 +26,7 @@ from weightsync.ray_actors import vllm_side
 from weightsync.ray_actors.cache_salt import salted
 from weightsync.ray_actors.commit_steps import commit_steps
 from weightsync.ray_actors.engine import AsyncVllmSide, ModuleSide, VllmSide, make_engine_side
-from weightsync.ray_actors.guard import Doubt, Guard
+from weightsync.ray_actors.guard import Doubt, Guard, check_serving
 from weightsync.receiver import ReceiverRank
 from weightsync.sender import SenderRank
 from weightsync.session import Session
@@ -203,6 +203,25 @@ def test_a_module_is_guarded_again_by_the_side_of_a_later_weight_sync() -> None:
         actor.model(X)
     again.guard.lift()
     actor.model(X)
+
+
+def test_an_adapter_of_a_users_own_is_a_target_and_its_owner_is_told_when_not_to_serve(fails_after: list[int]) -> None:
+    trainer, module = make_module(1), make_module(2)
+    actor = SimpleNamespace(adapter=TorchModuleAdapter(module))
+    check_serving(actor.adapter)
+    side = make_engine_side(actor, "adapter", 0, None)
+    session = connect(trainer, party(side))  # type: ignore[arg-type]
+    session.update()
+    assert torch.equal(module(X), trainer(X))
+    check_serving(actor.adapter)
+    fails_after.append(1)
+    with pytest.raises(EnginePoisonedError):
+        session.update()
+    with pytest.raises(EnginePoisonedError, match="may hold mixed weights"):
+        check_serving(actor.adapter)
+    session.update()
+    check_serving(actor.adapter)
+    session.close()
 
 
 # ---- vLLM's add_request ---------------------------------------------------------------------------------------------

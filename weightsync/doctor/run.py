@@ -16,7 +16,7 @@ from weightsync.doctor.rendering import as_json, show
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.display import Display
 from weightsync.pipeline.fleet import Fleet, RunError, ask
-from weightsync.pipeline.run import model_path
+from weightsync.pipeline.starting import processes, started
 from weightsync.pipeline.stopping import Stopping
 
 
@@ -42,28 +42,16 @@ def doctor(config: PipelineConfig, *, json: bool) -> int:
 
 def look_at(config: PipelineConfig, display: Display, stopping: Stopping) -> list[Finding]:
     """Start it, look, end it. A start that fails is a finding."""
-    fleet = Fleet(config)
     findings: list[Finding] = []
-    started = time.perf_counter()
+    begun = time.perf_counter()
     try:
-        with display.stage("model"):
-            model = model_path(config)
-        with display.stage(f"Ray at {fleet.address}" if fleet.address else "a local Ray"):
-            fleet.connect()
-        stopping.catch()
-        what = f"{config.trainer.ranks} trainer ranks, {config.engines.replicas} {config.engines.kind} engines"
-        with display.stage(what):
-            fleet.start(model)
-        findings.append(Check("start", "processes").green(f"{what}, in {time.perf_counter() - started:.1f} s"))
-        with display.stage("looking at them"):
-            findings += _examine(config, fleet)
+        with started(config, display, stopping) as fleet:
+            lasted = time.perf_counter() - begun
+            findings.append(Check("start", "processes").green(f"{processes(config)}, in {lasted:.1f} s"))
+            with display.stage("looking at them"):
+                findings += _examine(config, fleet)
     except RunError as error:
         findings.append(failed_start(error))
-    finally:
-        stopping.ignore()
-        display.end()
-        fleet.stop()
-        stopping.catch()
     return findings
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weightsync.pipeline.check import EXTENSION, resolve
-from weightsync.pipeline.trainer import Completion, Rollout
+from weightsync.pipeline.trainer import Completion, Rollout, Verdict
 
 Answers = list[tuple[Any, ...]]
 """One tuple of completions a prompt."""
@@ -56,8 +56,12 @@ class TrainerActor:
     def evaluates(self) -> bool:
         return hasattr(self.user, "evaluate")
 
-    def evaluate(self, step: int, rollouts: list[Rollout]) -> dict[str, float]:
-        return _numbers(self.user.evaluate(step, rollouts))
+    def evaluate(self, step: int, rollouts: list[Rollout]) -> tuple[dict[str, float], Verdict | None]:
+        found = self.user.evaluate(step, rollouts)
+        if not isinstance(found, Verdict):
+            return _numbers(found), None
+        # Plain values: what holds a user's own types may not be readable elsewhere.
+        return _numbers(found.metrics), Verdict(ok=bool(found.ok), reasons=tuple(map(str, found.reasons)))
 
 
 class VllmEngineActor:

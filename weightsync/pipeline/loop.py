@@ -10,7 +10,7 @@ from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.display import Display
 from weightsync.pipeline.fleet import Fleet, RunError, ask, explain
 from weightsync.pipeline.records import Records
-from weightsync.pipeline.trainer import Rollout
+from weightsync.pipeline.trainer import Rollout, Verdict
 from weightsync.report import UpdateReport
 
 if TYPE_CHECKING:
@@ -29,8 +29,11 @@ class Loop:
         """Engine -> version that it serves. Lost engines are not in it."""
         self._poisoned: set[int] = set()
 
-    def run(self) -> None:
+    def run(self) -> Verdict | None:
         """All steps; then, where the trainer has `evaluate`, rollouts of what the last update left.
+
+        Returns:
+            What `evaluate` came to, where it says.
 
         Raises:
             RunError: who failed, and why.
@@ -40,9 +43,10 @@ class Loop:
             due = (step + 1) % run.sync_every == 0 or step + 1 == run.steps
             self._step(step, train=True, update=due)
         if ask({"trainer 0": self._fleet.trainers[0].evaluates.remote()})[0]:
-            self._step(run.steps, train=False, update=False)
+            return self._step(run.steps, train=False, update=False)
+        return None
 
-    def _step(self, step: int, *, train: bool, update: bool) -> None:
+    def _step(self, step: int, *, train: bool, update: bool) -> Verdict | None:
         started = time.perf_counter()
         version = max(self._versions.values(), default=0)
         rollouts = self._rollouts(step)
@@ -52,7 +56,8 @@ class Loop:
         for rank, actor in enumerate(self._fleet.trainers):
             method = actor.step if train else actor.evaluate
             calls[f"trainer {rank}"] = method.remote(step, rollouts)
-        metrics = ask(calls)[0]
+        answer = ask(calls)[0]
+        metrics, verdict = (answer, None) if train else answer
         rewards = [reward for rollout in rollouts for reward in rollout.rewards]
         if rewards:
             metrics = {"reward": sum(rewards) / len(rewards), **metrics}
@@ -70,6 +75,7 @@ class Loop:
         )
         report = self._update(step) if update else None
         self._display.row(step, version, metrics, seconds, report)
+        return verdict
 
     def _rollouts(self, step: int) -> list[Rollout]:
         """The answers to the step's prompts, in their order; each engine answers every n-th."""

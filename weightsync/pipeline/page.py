@@ -65,6 +65,7 @@ def page(past: Past) -> str:
         past=past,
         phases=PHASES,
         outcome=_outcome(past),
+        reasons=past.run.reasons if past.run else (),
         facts=_facts(past),
         tiles=_tiles(past),
         failures=list(_failures(past)),

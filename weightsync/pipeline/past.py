@@ -68,6 +68,8 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     last_line: str = ""
     """What it said last on stderr."""
+    reasons: tuple[str, ...] = ()
+    """Of the trainer's verdict."""
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):

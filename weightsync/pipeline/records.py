@@ -19,6 +19,7 @@ from weightsync.identity import package_version
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.document import dump
 from weightsync.pipeline.past import RunLine, read_past
+from weightsync.pipeline.trainer import Verdict
 from weightsync.report import UpdateReport
 
 _PACKAGES = ("weightsync", "torch", "ray")
@@ -68,13 +69,19 @@ class Records:
         """An update that failed."""
         self._updates.add({"step": step, **line_of_failure(error, seconds=seconds, why=why), "job": self.job})
 
-    def end(self, exit_code: int, last_line: str) -> None:
+    def end(self, exit_code: int, last_line: str, verdict: Verdict | None = None) -> None:
         """Note how the run ended, and write its report and timeline.
 
         Raises:
             OSError, ConfigError: they cannot be written, or what they are made of was changed by somebody else.
         """
-        self._run = msgspec.structs.replace(self._run, ended=time.time(), exit_code=exit_code, last_line=last_line)
+        self._run = msgspec.structs.replace(
+            self._run,
+            ended=time.time(),
+            exit_code=exit_code,
+            last_line=last_line,
+            reasons=() if verdict is None else verdict.reasons,
+        )
         self._write_run()
         write_report(self.out, self.out / "report.html")
         write_timeline(self.out, self.out / "timeline.json", last=TIMELINE_UPDATES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -34,6 +34,18 @@ class Rollout:
     """Of the weights that answered; 0 is what the engine was loaded with."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a run showed what it set out to show; `evaluate` may return one."""
+
+    ok: bool
+    """False: the run ends with exit code 1."""
+    reasons: tuple[str, ...]
+    """Why, in sentences."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """By name, as `step` returns them."""
+
+
 class Trainer(Protocol):
     """A trainer class: two methods. There is no base class, and nothing to import.
 
@@ -47,8 +59,9 @@ class Trainer(Protocol):
                                         messages for vLLM. Without it there are no rollouts, and `step` gets [].
         reward(prompt, completion) -> float
                                         fills `Rollout.rewards`; the mean is among the metrics.
-        evaluate(step, rollouts) -> metrics
+        evaluate(step, rollouts) -> metrics, or a Verdict
                                         called once, on every rank, with rollouts of the weights of the last update.
+                                        Rank 0's verdict is the run's: one that is not ok makes it fail.
     """
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> Mapping[str, float] | None:
