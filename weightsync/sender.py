@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from weightsync.interfaces import LinkContext, SenderTransport, Transfer, Transf
 from weightsync.manifest import Manifest, TensorMeta
 from weightsync.registry import transport_classes
 from weightsync.source import TrainerSource
+from weightsync.unchanged import SourceDigests, from_bits, without
 
 
 def link_context(plan: m.LinkPlan, config: SyncConfig, *, device: str) -> LinkContext:
@@ -58,6 +59,7 @@ class SenderRank:
         self._names: tuple[str, ...] = ()
         self._held: list[tuple[TensorMeta, torch.Tensor]] | None = None
         """What the update under way sends, where it all exists."""
+        self._digests = SourceDigests()
         self._ready = False
         """The weights were looked through, and nobody can have changed them since."""
         self._links: dict[int, SenderTransport] = {}
@@ -110,6 +112,7 @@ class SenderRank:
                 for transport in self._links.values():
                     transport.finish()
                 self._version = request.version
+                self._digests.commit(request.version)
                 return m.Ok()
             case m.Abort():
                 self._drop_links(request.links)
@@ -169,6 +172,7 @@ class SenderRank:
             epoch=self.fence.epoch,
             manifest_digest=self._manifest.digest,
             plan_digest=m.plan_digest(self._plans.values()),
+            changed=self._digests.changed(self._manifest, request.since),
         )
 
     def _look_through(self, source: TrainerSource, manifest: Manifest) -> None:
@@ -176,14 +180,21 @@ class SenderRank:
         if source.device.type == "cuda":
             torch.cuda.synchronize(source.device)  # what the trainer computed, on whichever stream
         source.check(manifest, self._names, self._give_head_start)
+        if self._config.skip_unchanged:
+            self._digests.read(manifest, frozenset(self._names), source.parts())
         self._held = list(source.tensors(manifest, self._names)) if source.held else None
-        if self._held is not None:
-            for transport in self._links.values():
-                transport.begin(self._held)
+        if self._held is not None and not self._config.skip_unchanged:
+            self._begin(self._held, self._links.values())
 
     def _give_head_start(self, held: Mapping[str, torch.Tensor]) -> None:
-        for transport in self._links.values():
-            transport.head_start(held)
+        if not self._config.skip_unchanged:  # what will be sent is known later
+            for transport in self._links.values():
+                transport.head_start(held)
+
+    @staticmethod
+    def _begin(held: list[tuple[TensorMeta, torch.Tensor]], links: Iterable[SenderTransport]) -> None:
+        for transport in links:
+            transport.begin(held)
 
     def get_ready(self) -> None:
         """Look through the weights ahead of `Prepare`; until that comes, or `stand_down`, they must stay as they are.
@@ -204,12 +215,25 @@ class SenderRank:
         assert self._source is not None and self._manifest is not None
         began = time.monotonic()
         held, self._held = self._held, None
-        transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names, held=held is not None)
-        source = self._source.tensors(self._manifest, self._names) if held is None else iter(held)
+        left_out = from_bits(self._manifest, request.left_out)
+        names = tuple(name for name in self._names if name not in left_out)
+        ids = self._links.keys() if request.links is None else request.links
+        links = {id: self._links[id] for id in ids if id in self._links} if names else {}
+        transfer = Transfer(
+            version=request.version,
+            manifest=without(self._manifest, left_out) if left_out else self._manifest,
+            names=names,
+            held=held is not None,
+        )
+        if held is None:
+            source = self._source.tensors(self._manifest, self._names, left_out=left_out)
+        else:
+            held = [(meta, tensor) for meta, tensor in held if meta.name not in left_out] if left_out else held
+            if self._config.skip_unchanged:
+                self._begin(held, links.values())
+            source = iter(held)
         del held
         tensors = self._counted(source)
-        ids = self._links.keys() if request.links is None else request.links
-        links = {id: self._links[id] for id in ids if id in self._links}
         try:
             if len(links) == 1:
                 stats = {id: link.send(transfer, tensors) for id, link in links.items()}
@@ -220,7 +244,8 @@ class SenderRank:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
             for _ in tensors:
                 pass
-        first = next(iter(stats.values()), TransferStats())
+        nothing = TransferStats(changed_values=0 if self._config.count_changed_values and left_out else None)
+        first = next(iter(stats.values()), nothing)
         return m.Sent(
             nbytes=first.nbytes,
             content_digests={id: part.content_digest for id, part in stats.items()},
@@ -272,6 +297,7 @@ class SenderRank:
         """Break some links, or all (None); nothing is sent while they break."""
         links = {id: link for id, link in self._links.items() if ids is None or id in ids}
         self._held, self._ready = None, False
+        self._digests.forget()
         for transport in links.values():
             transport.abort()
         if self._work is not None and self._work.join(self._config.timeout_s):
