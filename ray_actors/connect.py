@@ -19,6 +19,7 @@ from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError, CoordinatorLostError, EngineStateError, WeightSyncError
 from weightsync.ray_actors.coordinator import Coordinator
 from weightsync.ray_actors.fleet import translate
+from weightsync.ray_actors.reply import Replies
 from weightsync.ray_actors.side import Locator
 from weightsync.ray_actors.staying import stand_by
 from weightsync.ray_actors.watching import Watching
@@ -116,6 +117,7 @@ class WeightSync:
         self._coordinator: Any = None
         self._closed = False
         self._watching = Watching(config)
+        self._replies: Replies | None = None
 
     def _start(self) -> None:
         """Find the coordinator, or start it, and have it opened."""
@@ -158,12 +160,15 @@ class WeightSync:
         return report
 
     def _update(self) -> UpdateReport:
+        if self._closed:
+            raise _closed_error()
         retries = self.config.retries  # the coordinator counts those of which it is not the cause
         while True:
             standing_by: list[Any] = []
             try:
-                report: UpdateReport = self._call("update", standing_by=self._have_stand_by(standing_by))
-                return report
+                if self._coordinator is None:
+                    self._start()
+                return self._get_report(standing_by)
             except CoordinatorLostError:
                 if retries == 0:
                     raise
@@ -172,13 +177,16 @@ class WeightSync:
                 _look_away(standing_by)
                 raise
 
-    def _have_stand_by(self, refs: list[Any]) -> bool:
-        """Call the actors, while the coordinator is called: what was asked of them before is done before the update."""
-        parties = [("trainer", actor) for actor in self._trainers] + [("engine", actor) for actor in self._engines]
-        if self._coordinator is None or len(parties) > _MOST_STANDING_BY:
-            return False
-        refs += [actor.__ray_call__.remote(stand_by, role) for role, actor in parties]
-        return True
+    def _start_update(self, standing_by: list[Any], **options: Any) -> Any:
+        """Call the coordinator, and have the actors stand by meanwhile: what was asked of them before is done before the
+        update. Trainers first, who have the most to do ahead."""
+        all_can = len(self._trainers) + len(self._engines) <= _MOST_STANDING_BY
+        if all_can:
+            standing_by += [actor.__ray_call__.remote(stand_by, "trainer") for actor in self._trainers]
+        ref = self._coordinator.update.remote(standing_by=all_can, **options)
+        if all_can:
+            standing_by += [actor.__ray_call__.remote(stand_by, "engine") for actor in self._engines]
+        return ref
 
     async def update_async(self) -> UpdateReport:
         """`update` for async code."""
@@ -244,6 +252,7 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
+        self._replies = None
         if self._coordinator is None:
             return
         with contextlib.suppress(WeightSyncError):
@@ -253,16 +262,35 @@ class WeightSync:
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         if self._closed:
-            raise EngineStateError("this weight sync was closed; connect again")
+            raise _closed_error()
         if self._coordinator is None:
             self._start()
         return self._get(method, *args, **options)
 
+    def _get_report(self, standing_by: list[Any]) -> UpdateReport:
+        if self._replies is None:
+            self._replies = Replies()
+        replies, token = self._replies, self._replies.take()
+        if not token:
+            return self._wait("update", self._start_update(standing_by))  # type: ignore[no-any-return]
+        try:
+            ref = self._start_update(standing_by, reply_to=(replies.address, token))
+            report = replies.wait(ref, token, self._slice_s)
+        finally:
+            replies.give_back()
+        return report if report is not None else self._wait("update", ref)
+
+    @property
+    def _slice_s(self) -> float:
+        return self.config.timeout_s + 10
+
     def _get(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._wait(method, getattr(self._coordinator, method).remote(*args, **options))
+
+    def _wait(self, method: str, ref: Any) -> Any:
         """The result of a coordinator's call. Its own waits are bounded, a transfer by progress; so this one lasts as
         long as the coordinator lives."""
-        slice_s = self.config.timeout_s + 10
-        ref = getattr(self._coordinator, method).remote(*args, **options)
+        slice_s = self._slice_s
         try:
             while not ray.wait([ref], timeout=slice_s)[0]:
                 ray.get(self._coordinator.ping.remote(), timeout=slice_s)
@@ -276,6 +304,9 @@ class WeightSync:
         except Exception as error:
             raise translate(error, None, slice_s) from error
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_replies": None}  # another process makes its own
+
     def __enter__(self) -> Self:
         return self
 
@@ -283,6 +314,10 @@ class WeightSync:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _closed_error() -> EngineStateError:
+    return EngineStateError("this weight sync was closed; connect again")
 
 
 def _look_away(refs: list[Any]) -> None:

@@ -8,6 +8,7 @@ import ray
 
 from weightsync.config import SyncConfig
 from weightsync.ray_actors.fleet import RayFleet
+from weightsync.ray_actors.reply import Callers
 from weightsync.ray_actors.side import Locator
 from weightsync.report import Progress, UpdateReport
 from weightsync.session import Session
@@ -20,6 +21,7 @@ class Coordinator:
         self, owner: str, trainers: list[Any], engines: list[Any], source: Locator, target: Locator, config: SyncConfig
     ) -> None:
         self._fleet = RayFleet(owner, trainers, engines, source, target, timeout_s=config.timeout_s)
+        self._callers = Callers()
         self._session: Session | None = None
         self._config = config
 
@@ -45,11 +47,14 @@ class Coordinator:
         """Answers while an update runs."""
         return None if self._session is None else self._session.progress()
 
-    def update(self, *, standing_by: bool = False) -> UpdateReport:
-        """*standing_by*: the actors are being called to."""
+    def update(self, *, standing_by: bool = False, reply_to: tuple[str, str] | None = None) -> UpdateReport:
+        """*standing_by*: the actors are being called to; *reply_to*: where the report is to go first, and the call's token."""
         if standing_by:
             self._fleet.expect()
-        return self._open_session.update()
+        report = self._open_session.update()
+        if reply_to is not None:
+            self._callers.tell(*reply_to, report)
+        return report
 
     def add_engine(self, actor: Any) -> UpdateReport | None:
         return self._open_session.add_engine(self._fleet.add(actor))
@@ -65,6 +70,7 @@ class Coordinator:
         if self._session is not None:
             self._session.close()
         self._fleet.close()
+        self._callers.close()
 
     @property
     def _open_session(self) -> Session:

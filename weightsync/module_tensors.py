@@ -23,13 +23,21 @@ def module_tensors(module: Module) -> dict[str, torch.Tensor]:
 def tensor_table(module: Module) -> Callable[[], dict[str, torch.Tensor]]:
     """`module_tensors`, as a function that may be asked again, which is quick: parameters and buffers are looked up anew,
     the modules are those that there are now."""
+    return plain_table(module) or (
+        lambda: {
+            name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
+        }
+    )
+
+
+def plain_table(module: Module) -> Callable[[], dict[str, torch.Tensor]] | None:
+    """The same where it can be read off the modules' tables. Keeps these, but not *module*. KeyError, when asked, where a
+    parameter is gone."""
     slots: _Slots = {}
-    if _read(module, "", slots):
-        places = [(name, table, key) for name, (table, key) in slots.items()]
-        return lambda: {name: table[key] for name, table, key in places}
-    return lambda: {
-        name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
-    }
+    if not _read(module, "", slots):
+        return None
+    places = [(name, table, key) for name, (table, key) in slots.items()]
+    return lambda: {name: table[key] for name, table, key in places}
 
 
 def _read(module: Module, prefix: str, slots: _Slots) -> bool:

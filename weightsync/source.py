@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from weightsync.errors import ConfigError, ManifestError, WeightSyncError
 from weightsync.manifest import Manifest, TensorMeta, TieFinder
-from weightsync.module_tensors import module_tensors
+from weightsync.module_tensors import module_tensors, plain_table
 from weightsync.sharded import check_gatherable, gather, has_sharded, is_sharded, no_data, own_part, release, tie_key
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -53,6 +55,7 @@ class TrainerSource:
         self._sharded = False
         self._known: tuple[Manifest, dict[str, _Known]] | None = None
         self._checked: _Checked | None = None
+        self._tables = WeakKeyDictionary[torch.nn.Module, Callable[[], dict[str, torch.Tensor]]]()
 
     @property
     def held(self) -> bool:
@@ -110,19 +113,17 @@ class TrainerSource:
     ) -> None:
         """Compare what the rank holds with what it announced, where that is known before the tensors are made.
 
-        Never collective. What was checked is what the next `tensors` sends. *seen* is called before with all that is
-        `held`, by name.
+        Never collective. What was checked is what the next `tensors` sends. Where that is a module that was looked at before,
+        *seen* is called first with what its modules of then hold now, by name.
 
         Raises:
             ManifestError: naming the first tensor that is gone, new or changed.
             WeightSyncError: naming one that cannot be gathered.
         """
         self._checked = None
-        pairs, lazy = self._look()
+        pairs, lazy = self._look(seen)
         if not lazy:
             held = dict(pairs)
-            if seen is not None and self._held:
-                seen(held)
             self._compare(manifest, names, held)
             self._checked = _Checked(manifest, names, held)
 
@@ -248,11 +249,18 @@ class TrainerSource:
             self._known = (manifest, known)
         return self._known[1]
 
-    def _look(self) -> tuple[Pairs, bool]:
+    def _look(self, seen: Callable[[Mapping[str, torch.Tensor]], None] | None = None) -> tuple[Pairs, bool]:
         """(pairs, whether they are made as they are asked for), of what this rank has a part in."""
         source = self._get()
         if isinstance(source, torch.nn.Module):
-            source = module_tensors(source)
+            module, known = source, self._tables.pop(source, None)
+            if known is not None and seen is not None:
+                with contextlib.suppress(KeyError):
+                    seen(known())
+            table = plain_table(module)
+            if table is not None:
+                self._tables[module] = table
+            source = table() if table is not None else module_tensors(module)
         if isinstance(source, Mapping):
             # A state_dict may hold extra state that is no tensor; engines load tensors only.
             pairs = [(name, t) for name, t in source.items() if isinstance(t, torch.Tensor)]
