@@ -110,7 +110,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     nbytes: int
     of_nbytes: int
-    """What comes to all its ranks, where each gets the whole model."""
+    """What comes to all its ranks, where each gets all that is sent."""
     groups: int
     """Module groups that are whole on every rank."""
     num_groups: int
