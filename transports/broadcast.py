@@ -21,6 +21,7 @@ import torch
 from weightsync.background import Background
 from weightsync.bucket import Bucket, fill
 from weightsync.chunk import WeightChunk, aligned
+from weightsync.cuda.moves import note_transfer
 from weightsync.digest import ContentDigest
 from weightsync.errors import TransportError, WeightSyncError
 from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
@@ -95,6 +96,7 @@ class BroadcastSender(SenderTransport):
             if isinstance(payloads, NcclGroup):
                 torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
             payloads.begin()
+            note_transfer()
             begun, self._is_begun = self._is_begun and transfer.held, False
             if begun and isinstance(payloads, NcclGroup) and not payloads.in_turns:
                 assert self._planned is not None

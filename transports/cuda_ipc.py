@@ -27,7 +27,7 @@ import torch
 from weightsync.bucket import Bucket, seal, wire_tensor, write_piece
 from weightsync.chunk import WeightChunk, aligned, as_bytes, from_bytes
 from weightsync.cuda.memory import Allocation, GpuMemory, process_token
-from weightsync.cuda.moves import stream_of
+from weightsync.cuda.moves import note_transfer, stream_of
 from weightsync.digest import ContentDigest
 from weightsync.errors import TransportError
 from weightsync.interfaces import LinkContext, Transfer, TransferStats
@@ -120,6 +120,7 @@ class CudaIpcSender(HandleSender):
 
     def _send(self, transfer: Transfer, tensors: Items) -> TransferStats:
         content = ContentDigest()
+        note_transfer()
         if not transfer.held:
             self._begun = None
         if self._begun is None:

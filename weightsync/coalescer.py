@@ -23,7 +23,7 @@ import torch
 
 from weightsync.assembly import GroupAssembly, Loan
 from weightsync.chunk import Piece, WeightChunk
-from weightsync.cuda.moves import run_flat
+from weightsync.cuda.moves import note_transfer, run_flat
 from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_view
 from weightsync.errors import DigestError, IncompleteUpdateError, ManifestError, WeightSyncError
 from weightsync.grouptable import GroupTable
@@ -64,6 +64,7 @@ class Coalescer(GroupAssembly):
             timeout_s=timeout_s,
             num_producers=num_producers,
         )
+        note_transfer()
         self._verify = verify
         self._defer_sets = defer_sets
         self._sets: list[WeightSet] = []

@@ -110,25 +110,33 @@ class Moves:
 
 
 def run_flat(moves: Sequence[Move], device: torch.device, *, digest: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """`Moves.run` of moves between contiguous bytes. What was compiled for them is kept for a while: buckets and stages are
-    filled alike at every update, and compiling takes longer than copying half a gigabyte."""
+    """`Moves.run` of moves between contiguous bytes. What was compiled for them is kept for some transfers: buckets and
+    stages are filled alike at every update, and compiling takes longer than copying half a gigabyte."""
     if device.type == "cpu":
         return Moves(moves, device).run(digest=digest)
     key = (device, *((s.data_ptr(), d.data_ptr() if d is not None else 0, s.numel()) for s, d in moves))
     with _kept_lock:
-        compiled = _kept.pop(key, None)  # so that nobody else runs it meanwhile
-    compiled = compiled or Moves(moves, device)
+        known = _kept.pop(key, None)  # so that nobody else runs it meanwhile
+    compiled = known[0] if known is not None else Moves(moves, device)
     found = compiled.run(digest=digest)
     with _kept_lock:
-        _kept[key] = compiled
-        while len(_kept) > _MOST_KEPT:
-            del _kept[next(iter(_kept))]
+        _kept[key] = (compiled, _transfers)
     return found
 
 
-_MOST_KEPT = 128
-_kept: dict[tuple[object, ...], Moves] = {}
-"""By device and places; used last, last."""
+def note_transfer() -> None:
+    """A transfer begins in this process: what the last ones did not run is not kept any longer."""
+    global _transfers
+    with _kept_lock:
+        _transfers += 1
+        for key in [key for key, (_, used) in _kept.items() if used < _transfers - _KEPT_FOR]:
+            del _kept[key]
+
+
+_KEPT_FOR = 8
+_transfers = 0
+_kept: dict[tuple[object, ...], tuple[Moves, int]] = {}
+"""By device and places; with the transfer in which it was run last."""
 _kept_lock = threading.Lock()
 
 
