@@ -539,7 +539,9 @@ def step_one(subject: Rank, name: str) -> Bytes:
     subject.gathers.names.clear()
     with torch.no_grad():
         subject.held.get_parameter(name).to_local().add_(1)
-    return to_bytes({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in subject.held.state_dict().items()})
+    return to_bytes(
+        {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in subject.held.state_dict().items()}
+    )
 
 
 def gathered(subject: Rank) -> list[str]:
