@@ -241,6 +241,17 @@ def test_a_late_engine_gets_everything_and_then_as_little_as_the_others() -> Non
         assert digests(later.state_dict()) == digests(made.weights)
 
 
+def test_a_late_engine_is_not_brought_to_what_the_trainer_held_before() -> None:
+    with synced() as made:
+        made.update()
+        before = {name: tensor.clone() for name, tensor in made.weights.items()}
+        made.step("layers.4.up")
+        made.update()
+        made.weights |= before
+        assert made.session.add_engine(made.sync.fleet.add(_party(module_of(layers(9))))) is None
+        assert made.session.version == 2
+
+
 def _party(module: torch.nn.Module) -> Any:
     from weightsync.receiver import ReceiverRank
     from weightsync.testing import in_process_party
