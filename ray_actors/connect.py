@@ -252,7 +252,9 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
-        self._replies = None
+        if self._replies is not None:
+            self._replies.close()
+            self._replies = None
         if self._coordinator is None:
             return
         with contextlib.suppress(WeightSyncError):

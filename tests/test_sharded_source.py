@@ -512,11 +512,20 @@ def fleet(ranks: Ranks, engine: Model) -> Iterator[LocalFleet]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "apply"), [("shared_memory", "staged"), ("broadcast", "staged"), ("shared_memory", "streaming")]
+    ("transport", "apply"),
+    [
+        ("shared_memory", "staged"),
+        ("broadcast", "staged"),
+        ("shared_memory", "streaming"),
+        ("sharded_rdt", "staged"),
+        ("sharded_rdt", "streaming"),
+    ],
 )
 def test_an_engine_equals_four_fsdp_ranks_bit_for_bit(
-    transport: str, apply: str, ranks: Ranks, engine: Model, fleet: LocalFleet
+    transport: str, apply: str, ranks: Ranks, engine: Model, fleet: LocalFleet, request: pytest.FixtureRequest
 ) -> None:
+    if transport == "sharded_rdt":
+        fleet.use_sidecars(request.getfixturevalue("sidecars"))
     ranks.ask(start_sync, "fsdp after a forward", 5)
     session = Session(fleet, SyncConfig(transport=transport, apply=apply, timeout_s=20, bucket_bytes=256))  # type: ignore[arg-type]
     session.open()

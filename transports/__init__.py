@@ -3,6 +3,7 @@
 name            moves                                    receivers stage       across hosts   needs
 shared_memory   handles; the bytes stay where they are   nothing *             no             Linux
 broadcast       bytes, in buckets, to all at once        what is incomplete    yes            torch.distributed (gloo)
+sharded_rdt     slices, pulled from who holds them       what is incomplete    yes            Ray, NIXL; a sidecar beside each rank
 
 * what is incomplete, where the model exceeds staging_limit_bytes
 """

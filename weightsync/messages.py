@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from weightsync.boxes import Box
 from weightsync.config import SyncConfig
 from weightsync.digest import digest_text
 from weightsync.doctor.facts import ProcessFacts
 from weightsync.errors import ErrorInfo, TransportError
+from weightsync.holdings import Holdings
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest
+from weightsync.needs import Needs
+from weightsync.orders import Orders
 from weightsync.report import LoadSummary
 from weightsync.wire import pack, unpack
 
@@ -52,6 +56,8 @@ class Description(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The last version that this process took part in, 0 if none."""
     epoch: int = 0
     """The highest that this process has heard of."""
+    holdings: Holdings | None = None
+    """Which parts of which tensors, where the config may use a transport that takes shards."""
 
 
 class OpenReceiver(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -75,6 +81,8 @@ class ReceiverOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     poisoned: bool = False
     groups: tuple[int, ...] = ()
     """With `skip_unchanged`: `weightsync.unchanged.group_numbers`."""
+    needs: Needs | None = None
+    """Which slices of which tensors, where the config may use a transport that takes shards."""
 
 
 class LinkPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +97,22 @@ class LinkPlan(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     gpus: tuple[str, ...] = ()
     """UUIDs of the sender's and of each receiver's GPU; "" for one whose weights lie in CPU memory."""
+    helpers: tuple[str, ...] = ()
+    """Addresses of the helper processes beside the sender and each receiver, where the transport needs such."""
+    contents: tuple[str, ...] = ()
+    """Where receivers take shards: for each, a key that is equal for equal content. Its digests then go by ids of their own,
+    those that follow the link's."""
+    shard_plans: tuple[str, ...] = ()
+    """Digests of the plans that the shards come from."""
+
+    def content_id(self, receiver: int) -> int:
+        """Under which id the digests of what this receiver gets are compared."""
+        return self.id + 1 + receiver if self.contents else self.id
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids the link takes up, its own included."""
+        return 1 + len(self.contents)
 
 
 class OpenSender(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -100,12 +124,19 @@ class OpenSender(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     links: tuple[LinkPlan, ...]
     keep: bool = False
     """These links come beside those that are open, for engines that came late."""
+    orders: dict[int, Orders] = {}
+    """Of the links that take shards."""
+    gathers: bool = True
+    """Whether any link of any trainer takes whole tensors, so that sharded ones must be gathered in each update over all
+    links."""
 
 
 class SenderOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     addresses: tuple[bytes, ...]
     """One per link."""
     stable: tuple[bool, ...]
+    details: tuple[str, ...] = ()
+    """What each link's transport says of itself."""
 
 
 class ReceiverLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +154,8 @@ class Connect(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """To all at once: connect your links, in the background. Trainers get no links, they have theirs."""
 
     links: tuple[ReceiverLink, ...] = ()
+    parts: dict[int, dict[str, tuple[Box, ...]]] = {}
+    """Rank in the engine -> names of which the slices come in parts -> those."""
 
 
 # ---- one update -------------------------------------------------------------------------------------------------
@@ -192,7 +225,7 @@ class Pending(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Sent(Timed, tag=True, frozen=True, kw_only=True):
     nbytes: int
     content_digests: dict[int, int]
-    """Per link, since links may cut tensors differently."""
+    """Per link, since links may cut tensors differently; by `LinkPlan.content_id`."""
     changed_values: int | None
 
 
@@ -201,7 +234,7 @@ class Vote(Timed, tag=True, frozen=True, kw_only=True):
 
     nbytes: int
     content_digests: dict[int, int]
-    """Per link."""
+    """Per link, by `LinkPlan.content_id`."""
     peak_staging_bytes: int
 
 

@@ -10,6 +10,7 @@ import torch
 
 from weightsync import messages as m
 from weightsync.background import Background
+from weightsync.boxview import BoxView, Parts
 from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.direct import DirectApply, Way
@@ -21,6 +22,8 @@ from weightsync.identity import identify, on_device
 from weightsync.interfaces import EngineAdapter, ReceiverTransport, Transfer
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest
+from weightsync.needs import Needs
+from weightsync.plan import may_take_shards
 from weightsync.registry import transport_classes
 from weightsync.report import LoadSummary
 from weightsync.sender import link_context
@@ -35,6 +38,8 @@ class _Part:
     left_out: bytes
     manifest: Manifest
     groups: GroupTable
+    num_links: int
+    """Over which something comes."""
 
 
 class ReceiverRank:
@@ -60,6 +65,9 @@ class ReceiverRank:
         self._config = SyncConfig()
         self._manifest: Manifest | None = None
         self._load_map: LoadMap | None = None
+        self._needs: Needs | None = None
+        self._boxes: BoxView | None = None
+        """Where this rank takes slices: the boxes that they are."""
         self._links: list[tuple[m.ReceiverLink, ReceiverTransport]] = []
         self._connecting: Background[m.Ok] | None = None
         self._receiving: list[Background[None]] = []
@@ -121,14 +129,9 @@ class ReceiverRank:
         self._config, self._manifest = request.config, request.manifest
         self._load_map = load_map = self._adapter.load_map(request.manifest)
         self._check_load_map(load_map, request.manifest)
-        self._group_table = GroupTable.of(request.manifest, load_map.groups)
-        self._direct = DirectApply(
-            self._adapter,
-            load_map,
-            request.manifest.aliases,
-            mode=self._config.direct_apply,
-            audit_every=self._config.audit_every,
-        )
+        self._needs = Needs.of(load_map, request.manifest) if may_take_shards(self._config) else None
+        self._boxes = None
+        self._load_by(self._adapter, load_map, request.manifest)
         self._live_digests = LiveDigests(self._adapter, load_map) if self._config.skip_unchanged else None
         sizes = {group.key: group_bytes(request.manifest, group) for group in load_map.groups}
         largest = max(sizes, key=lambda key: sizes[key], default="")
@@ -153,7 +156,32 @@ class ReceiverRank:
             epoch=self.fence.epoch,
             poisoned=self.poisoned,
             groups=group_numbers(request.manifest, load_map) if self._config.skip_unchanged else (),
+            needs=self._needs,
         )
+
+    def _load_by(self, adapter: EngineAdapter, load_map: LoadMap, manifest: Manifest) -> None:
+        """Make ready for groups of *load_map*, which take tensors of *manifest*."""
+        self._group_table = GroupTable.of(manifest, load_map.groups)
+        self._direct = DirectApply(
+            adapter,
+            load_map,
+            manifest.aliases,
+            mode=self._config.direct_apply,
+            audit_every=self._config.audit_every,
+        )
+
+    def _look_at_boxes(self, parts: Parts | None) -> None:
+        """From the next update on take slices, some of them in *parts*; None: whole tensors."""
+        assert self._manifest is not None and self._load_map is not None
+        if parts is not None:
+            assert self._needs is not None
+            view = BoxView(self._manifest, self._load_map, self._needs, parts)
+            if self._boxes is None or self._boxes.digest != view.digest:  # else what was proven stays so
+                self._boxes = view
+                self._load_by(view.adapt(self._adapter), view.load_map, view.manifest)
+        elif self._boxes is not None:
+            self._boxes = None
+            self._load_by(self._adapter, self._load_map, self._manifest)
 
     def _check_load_map(self, load_map: LoadMap, manifest: Manifest) -> None:
         """Refuse a manifest that this engine cannot be updated from."""
@@ -177,6 +205,8 @@ class ReceiverRank:
     def _connect(self, request: m.Connect) -> m.Reply:
         self._drop_links()  # an engine that committed while another failed still has its old ones
         self._plan_digest = m.plan_digest(request.links)
+        sharded = any(link.plan.contents and self._rank in link.receiver for link in request.links)
+        self._look_at_boxes(request.parts.get(self._rank, {}) if sharded else None)
         for link in request.links:
             index = link.receiver.get(self._rank)
             if index is not None:
@@ -202,10 +232,12 @@ class ReceiverRank:
         self._ready = False
         self._staged = request.staged
         copied = {name for link, _ in self._links if not link.stable for name in link.names}
+        if self._boxes is not None:
+            copied = set(self._boxes.manifest.by_name)
         if copied:
             check_budget(
-                self._manifest,
-                self._load_map.groups,
+                self._manifest if self._boxes is None else self._boxes.manifest,
+                self._group_table.groups,
                 copied=copied,
                 limit_bytes=self._config.staging_limit,
                 whole_model=request.staged,
@@ -219,6 +251,7 @@ class ReceiverRank:
             and 0 < request.since == self._version
             and not self.poisoned
             and self._way is not Way.AUDIT  # which is of everything
+            and self._boxes is None  # what is cut into slices comes as a whole
             and self._live_digests.hold()
         )
         return m.Prepared(
@@ -254,16 +287,17 @@ class ReceiverRank:
         self._began = self._arrived = time.monotonic()
         self._applied = self._whole = False
         coalescer, self._next = self._next or self._new_coalescer(version), None
+        manifest = self._manifest
         links = [(link, transport, link.names) for link, transport in self._links]
         if left_out:
             part = self._part_without(left_out)
-            coalescer = self._new_coalescer(version, part)
-            rest = part.manifest.by_name
+            coalescer, manifest = self._new_coalescer(version, part), part.manifest
+            rest = manifest.by_name
             links = [(link, transport, tuple(n for n in names if n in rest)) for link, transport, names in links]
             links = [entry for entry in links if entry[2]]
         self._coalescer = coalescer
         self._receiving = [
-            Background(lambda entry=entry: self._drain(coalescer, *entry), name="receive")  # type: ignore[misc]
+            Background(lambda entry=entry: self._drain(coalescer, manifest, *entry), name="receive")  # type: ignore[misc]
             for entry in links
         ]
 
@@ -276,31 +310,39 @@ class ReceiverRank:
             names = from_bits(self._manifest, left_out)
             manifest = without(self._manifest, names)
             groups = GroupTable.of(manifest, groups_left(self._manifest, self._load_map.groups, names))
-            self._part = _Part(left_out, manifest, groups)
+            num_links = sum(any(name in manifest.by_name for name in link.names) for link, _ in self._links)
+            self._part = _Part(left_out, manifest, groups, num_links)
         return self._part
 
     def _new_coalescer(self, version: int, part: _Part | None = None) -> Coalescer:
         assert self._manifest is not None
-        manifest = part.manifest if part is not None else self._manifest
+        manifest = self._manifest if self._boxes is None else self._boxes.manifest
+        if part is not None:
+            manifest = part.manifest
         return Coalescer(
             manifest,
             part.groups if part is not None else self._group_table,
             version=version,
             staging_limit_bytes=self._config.staging_limit,
             timeout_s=self._config.timeout_s,
-            num_producers=sum(any(name in manifest.by_name for name in link.names) for link, _ in self._links),
+            num_producers=len(self._links) if part is None else part.num_links,
             verify=self._config.digest,
             defer_sets=self._defer_sets,
         )
 
     def _drain(
-        self, coalescer: Coalescer, link: m.ReceiverLink, transport: ReceiverTransport, names: tuple[str, ...]
+        self,
+        coalescer: Coalescer,
+        manifest: Manifest,
+        link: m.ReceiverLink,
+        transport: ReceiverTransport,
+        names: tuple[str, ...],
     ) -> None:
         """Move one link's chunks into the coalescer."""
         try:
-            transfer = Transfer(version=coalescer.version, manifest=coalescer.manifest, names=names)
+            transfer = Transfer(version=coalescer.version, manifest=manifest, names=names)
             for chunk in transport.receive(transfer):
-                coalescer.put(chunk)
+                coalescer.put(chunk if self._boxes is None else self._boxes.adopt(chunk))
             self._arrived = time.monotonic()
             coalescer.producer_done()
         except WeightSyncError as error:
@@ -335,7 +377,10 @@ class ReceiverRank:
         arrived = self._arrived if all(work.is_done(0) for work in self._receiving) else time.monotonic()
         return m.Vote(
             nbytes=self._coalescer.nbytes,
-            content_digests={link.plan.id: found.get(link.plan.sender, 0) for link, _ in self._links},
+            content_digests={
+                link.plan.content_id(link.receiver[self._rank]): found.get(link.plan.sender, 0)
+                for link, _ in self._links
+            },
             peak_staging_bytes=self._coalescer.peak_staging_bytes,
             began=self._began,
             seconds=arrived - self._began,
@@ -404,6 +449,6 @@ class ReceiverRank:
             self._connecting = None
         for _, transport in self._links:
             transport.close()
-        self._links = []
+        self._links, self._part = [], None
         if self._direct is not None:
             self._direct.forget_links()

@@ -55,7 +55,7 @@ class Session:
         self._members = Members(self._calls, fleet, config)
         self._links = Links(self._calls, config)
         self._content: dict[tuple[int, str], int] = {}
-        """(trainer, transport) -> content digest of the committed version."""
+        """(trainer, transport or what was taken of its shards) -> content digest of the committed version."""
         self._leaving_out: LeavingOut | None = None
         self._uniform: tuple[int, int] | None = None
         """The (version, epoch) that an update has brought to everybody, without a failure."""
@@ -236,20 +236,22 @@ class Session:
         self._uniform = (machine.version, self.epoch) if machine.error is None and not machine.poisoned else None
         if machine.phase == "failed":
             return
+        if machine.version > self.version:
+            self._content.clear()
         self.version = machine.version
         with contextlib.suppress(WeightSyncError):  # the decision is on disk, which is all that matters after a crash
             self._write("commit", self.version)
-        if machine.left_out:
-            if any(sent.nbytes for sent in machine.sent.values()):
-                self._content.clear()  # of what was left out there is none now
+        if machine.left_out:  # there is none of the whole
             return
+        contents = self._links.contents(self._links.ids)
         for sent in machine.sent.values():
-            for id, digest in sent.content_digests.items():
-                plan = self._links.plan(id)
-                self._content[plan.sender, plan.transport] = digest
+            self._content.update({contents[id]: digest for id, digest in sent.content_digests.items()})
 
     def _staged(self, engines: list[str]) -> bool:
-        needed = sum(aligned(meta.nbytes) for meta in self._members.manifest.tensors)
+        needed = self._links.staging_bytes(
+            {party: self.engines[party].ranks for party in engines},
+            sum(aligned(meta.nbytes) for meta in self._members.manifest.tensors),
+        )
         fits = self._links.stable(engines) or needed <= self._config.staging_limit
         if self._config.apply == "staged" and not fits:
             raise StagingLimitError(
@@ -317,11 +319,9 @@ class Session:
         except WeightSyncError:
             self._linked = False  # the trainers may hold links that lead nowhere
             raise
-        plans = [self._links.plan(id) for id in links]
-        expected = {
-            p.id: self._content[p.sender, p.transport] for p in plans if (p.sender, p.transport) in self._content
-        }
-        if len(expected) < len(links):  # nothing was ever sent that way, so there is nothing to compare with
+        contents = self._links.contents(links)
+        expected = {id: self._content[content] for id, content in contents.items() if content in self._content}
+        if len(expected) < len(contents):  # nothing was ever sent that way, so there is nothing to compare with
             return None
         machine = self._machine(self.version, [party], links=links, expected=expected)
         self._drive(machine)
@@ -381,6 +381,7 @@ class Session:
             "admitted": [party for party, engine in self.engines.items() if engine.admitted],
             "poisoned": {party: engine.poisoned for party, engine in self.engines.items() if engine.poisoned},
             "transports": self._links.transports(),
+            "transport_details": self._links.details(),
             "tensors": len(self._members.manifest.tensors),
             "nbytes": self._members.manifest.nbytes,
             "unmapped": {load.rank: load.unmapped for load in loads},
