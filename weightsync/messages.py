@@ -79,6 +79,8 @@ class ReceiverOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
     epoch: int = 0
     poisoned: bool = False
+    groups: tuple[int, ...] = ()
+    """With `skip_unchanged`: `weightsync.unchanged.group_numbers`."""
     needs: Needs | None = None
     """Which slices of which tensors, where the config may use a transport that takes shards."""
 
@@ -162,6 +164,8 @@ class Connect(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
     staged: bool
+    since: int = 0
+    """What has not changed since this version may be left out; 0: everything will be sent."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +186,11 @@ class Prepared(Timed, tag=True, frozen=True, kw_only=True):
     plan_digest: str
     poisoned: bool = False
     """Holds mixed weights; a whole update repairs that."""
+    changed: bytes | None = None
+    """Of a trainer rank: the names that differ from version `since` in what it holds (`weightsync.unchanged`); None: it cannot
+    tell."""
+    holds: bool = False
+    """Of an engine rank: its weights are those of version `since`, and it can do without what has not changed."""
 
 
 class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -193,6 +202,8 @@ class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Trainers send over these only; None: over all."""
     apply: bool = False
     """To engines: load it as it comes; answered as `Apply` is, or, where an engine is to be told so apart, Pending."""
+    left_out: bytes = b""
+    """Names that have not changed and are not sent (`weightsync.unchanged`)."""
 
 
 class Poll(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -240,6 +251,8 @@ class Applied(Timed, tag=True, frozen=True, kw_only=True):
     """Module groups that were loaded by copies."""
     reloaded: dict[str, str] = {}
     """The groups that were not: key -> why."""
+    num_skipped: int = 0
+    """The groups that had not changed and stayed as they were."""
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from weightsync.orders import Orders
 from weightsync.plan import may_take_shards
 from weightsync.registry import transport_classes
 from weightsync.source import TrainerSource
+from weightsync.unchanged import SourceDigests, from_bits, without
 
 
 def link_context(plan: m.LinkPlan, config: SyncConfig, *, device: str, orders: Orders | None = None) -> LinkContext:
@@ -63,6 +64,7 @@ class SenderRank:
         self._names: tuple[str, ...] = ()
         self._held: list[tuple[TensorMeta, torch.Tensor]] | None = None
         """What the update under way sends, where it all exists."""
+        self._digests = SourceDigests()
         self._ready = False
         """The weights were looked through, and nobody can have changed them since."""
         self._links: dict[int, SenderTransport] = {}
@@ -119,6 +121,7 @@ class SenderRank:
                 for transport in self._links.values():
                     transport.finish()
                 self._version = request.version
+                self._digests.commit(request.version)
                 return m.Ok()
             case m.Abort():
                 self._drop_links(request.links)
@@ -190,6 +193,7 @@ class SenderRank:
             epoch=self.fence.epoch,
             manifest_digest=self._manifest.digest,
             plan_digest=m.plan_digest(self._plans.values()),
+            changed=self._digests.changed(self._manifest, request.since) if not self._shards else None,
         )
 
     def _look_through(self, source: TrainerSource, manifest: Manifest) -> None:
@@ -197,16 +201,21 @@ class SenderRank:
         if source.device.type == "cuda":
             torch.cuda.synchronize(source.device)  # what the trainer computed, on whichever stream
         source.check(manifest, self._names, self._give_head_start)
+        if self._config.skip_unchanged:
+            self._digests.read(manifest, frozenset(self._names), source.parts())
         self._held = list(source.tensors(manifest, self._names)) if source.held else None
-        if self._held is not None:
-            for id, transport in self._links.items():
-                if id not in self._shards:
-                    transport.begin(self._held)
+        if self._held is not None and not self._config.skip_unchanged:
+            self._begin(self._held, self._links)
 
     def _give_head_start(self, held: Mapping[str, torch.Tensor]) -> None:
         for id, transport in self._links.items():
-            if id not in self._shards:
+            if id not in self._shards and not self._config.skip_unchanged:  # what will be sent is known later
                 transport.head_start(held)
+
+    def _begin(self, held: list[tuple[TensorMeta, torch.Tensor]], ids: Iterable[int]) -> None:
+        for id in ids:
+            if id not in self._shards:
+                self._links[id].begin(held)
 
     def get_ready(self) -> None:
         """Look through the weights ahead of `Prepare`; until that comes, or `stand_down`, they must stay as they are.
@@ -227,12 +236,25 @@ class SenderRank:
         assert self._source is not None and self._manifest is not None
         began = time.monotonic()
         held, self._held = self._held, None
-        transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names, held=held is not None)
-        source = self._source.tensors(self._manifest, self._names) if held is None else iter(held)
+        left_out = from_bits(self._manifest, request.left_out)
+        names = tuple(name for name in self._names if name not in left_out)
+        ids = self._links.keys() if request.links is None else request.links
+        links = {id: self._links[id] for id in ids if id in self._links} if names or not left_out else {}
+        transfer = Transfer(
+            version=request.version,
+            manifest=without(self._manifest, left_out) if left_out else self._manifest,
+            names=names,
+            held=held is not None,
+        )
+        if held is None:
+            source = self._source.tensors(self._manifest, self._names, left_out=left_out)
+        else:
+            held = [(meta, tensor) for meta, tensor in held if meta.name not in left_out] if left_out else held
+            if self._config.skip_unchanged:
+                self._begin(held, links)
+            source = iter(held)
         del held
         tensors = self._counted(source)
-        ids = self._links.keys() if request.links is None else request.links
-        links = {id: self._links[id] for id in ids if id in self._links}
         sharded = [id for id in links if id in self._shards]
         gathers = len(sharded) < len(links) or (request.links is None and self._gathers)
         shards = self._counted(self._own_shards(sharded))
@@ -247,7 +269,8 @@ class SenderRank:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
             for _ in tensors if gathers else ():
                 pass
-        first = next(iter(stats.values()), TransferStats())
+        nothing = TransferStats(changed_values=0 if self._config.count_changed_values and left_out else None)
+        first = next(iter(stats.values()), nothing)
         return m.Sent(
             nbytes=first.nbytes,
             content_digests={key: digest for id, part in stats.items() for key, digest in self._contents(id, part)},
@@ -316,6 +339,7 @@ class SenderRank:
         """Break some links, or all (None); nothing is sent while they break."""
         links = {id: link for id, link in self._links.items() if ids is None or id in ids}
         self._held, self._ready = None, False
+        self._digests.forget()
         for transport in links.values():
             transport.abort()
         if self._work is not None and self._work.join(self._config.timeout_s):

@@ -36,6 +36,7 @@ from weightsync.links import Links
 from weightsync.members import Engine, Members
 from weightsync.report import Attempt, Progress, UpdateReport
 from weightsync.summary import summarize
+from weightsync.unchanged import LeavingOut
 from weightsync.update import UpdateMachine
 from weightsync.versions import VersionLog
 
@@ -55,6 +56,9 @@ class Session:
         self._links = Links(self._calls, config)
         self._content: dict[tuple[int, str], int] = {}
         """(trainer, transport or what was taken of its shards) -> content digest of the committed version."""
+        self._leaving_out: LeavingOut | None = None
+        self._uniform: tuple[int, int] | None = None
+        """The (version, epoch) that an update has brought to everybody, without a failure."""
         self._linked = False
         self._flight = Flight()
         self.version = 0
@@ -101,6 +105,9 @@ class Session:
         )
         for party in parties:
             self.engines[party].linked = True
+        if self._config.skip_unchanged:
+            groups = (rank.groups for engine in self.engines.values() for rank in engine.ranks)
+            self._leaving_out = LeavingOut(self._members.manifest, groups)
         return ids
 
     # ---- updating -----------------------------------------------------------------------------------------------
@@ -170,7 +177,7 @@ class Session:
         if connected > 0.001:
             phases["connect"] = connected
         joining = tuple(party for party, engine in self.engines.items() if not engine.admitted and self.version)
-        machine = self._machine(max(self.version, self._log.decided) + 1, list(self.engines))
+        machine = self._machine(max(self.version, self._log.decided) + 1, list(self.engines), since=self._since())
         self._linked = False  # unless all goes well
         self._drive(machine, connect_s=connected)
         self._linked = machine.error is None and not machine.poisoned
@@ -197,6 +204,7 @@ class Session:
         *,
         links: tuple[int, ...] | None = None,
         expected: Mapping[int, int] | None = None,
+        since: int = 0,
     ) -> UpdateMachine:
         members = self._members
         senders = {self._links.plan(id).sender for id in links} if links is not None else range(len(members.trainers))
@@ -211,10 +219,21 @@ class Session:
             plan_digests=self._links.digests(members.trainers, engines),
             links=links,
             expected=expected,
+            since=since,
+            leaving_out=self._leaving_out,
         )
+
+    def _since(self) -> int:
+        """The version since which only what has changed must be sent; 0 where a party may not hold it: it is late, was
+        poisoned, or an update failed."""
+        if not self._config.skip_unchanged:
+            return 0
+        all_admitted = all(engine.admitted and not engine.poisoned for engine in self.engines.values())
+        return self.version if all_admitted and self._uniform == (self.version, self.epoch) else 0
 
     def _note_outcome(self, machine: UpdateMachine) -> None:
         self._members.note(machine, is_new=machine.version > self.version)
+        self._uniform = (machine.version, self.epoch) if machine.error is None and not machine.poisoned else None
         if machine.phase == "failed":
             return
         if machine.version > self.version:
@@ -222,6 +241,8 @@ class Session:
         self.version = machine.version
         with contextlib.suppress(WeightSyncError):  # the decision is on disk, which is all that matters after a crash
             self._write("commit", self.version)
+        if machine.left_out:  # there is none of the whole
+            return
         contents = self._links.contents(self._links.ids)
         for sent in machine.sent.values():
             self._content.update({contents[id]: digest for id, digest in sent.content_digests.items()})

@@ -59,7 +59,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies on this rank."""
+    """What of *tensor*, as `own_part` gave it, lies on this rank: the tensor itself where it is not sharded."""
     return _local(tensor) if is_sharded(tensor) else tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -143,10 +143,16 @@ class TrainerSource:
             self._compare(manifest, names, held)
             self._checked = _Checked(manifest, names, held)
 
-    def tensors(self, manifest: Manifest, names: tuple[str, ...]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+    def parts(self) -> Mapping[str, torch.Tensor] | None:
+        """What the last `check` saw, by name, until `tensors` is asked for it; None where tensors are made as they go."""
+        return self._checked.tensors if self._checked is not None else None
+
+    def tensors(
+        self, manifest: Manifest, names: tuple[str, ...], *, left_out: Container[str] = frozenset()
+    ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """The tensors called *names*: in that order where they are `held`, else as they are made or gathered.
 
-        Ties in *manifest* come once. To be iterated to its end on every rank, whatever happens: other ranks may wait
+        Those *left_out*, the same on every rank, are not gathered. Ties in *manifest* come once. To be iterated to its end on every rank, whatever happens: other ranks may wait
         for this one's part in what is made or gathered. A tensor that was gathered is emptied when the next one is
         asked for.
 
@@ -171,10 +177,11 @@ class TrainerSource:
                     raise
                 names, failure = (), error
         if self._sharded:
-            yield from self._gathered(manifest, names, held)
+            yield from self._gathered(manifest, names, held, left_out)
         else:
             for name in names:
-                yield manifest.by_name[name], held[name]
+                if name not in left_out:
+                    yield manifest.by_name[name], held[name]
         if failure is not None:
             raise failure
 
@@ -208,13 +215,13 @@ class TrainerSource:
                 yield meta, local_part(tensor)
 
     def _gathered(
-        self, manifest: Manifest, names: tuple[str, ...], held: Mapping[str, torch.Tensor]
+        self, manifest: Manifest, names: tuple[str, ...], held: Mapping[str, torch.Tensor], left_out: Container[str]
     ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        """Gather all that is held, in the manifest's order; yields *names* of it."""
+        """Gather all that is held and not *left_out*, in the manifest's order; yields *names* of it."""
         wanted = set(names)
         for meta in manifest.tensors:
             tensor = held.get(meta.name)
-            if tensor is not None:
+            if tensor is not None and meta.name not in left_out:
                 yield from _whole(meta, tensor, is_wanted=meta.name in wanted)
 
     def _made(

@@ -79,6 +79,11 @@ def odd_weights(seed: int) -> Weights:
     }
 
 
+def sparse_weights(seed: int) -> Weights:
+    """The same, of which another seed changes some tensors only."""
+    return {**odd_weights(0), **{name: odd_weights(seed)[name] for name in ("layers.1.up", "layers.3.down", "norm")}}
+
+
 def module_of(weights: Weights) -> torch.nn.Module:
     """A module whose `state_dict` has these names."""
     root = torch.nn.Module()
