@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,9 @@ class InstantFleet:
     def reopen(self, party: str) -> None: ...
 
     def remove(self, party: str) -> None: ...
+
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        return dict.fromkeys(ranks, "")
 
     def process_state(self, identity: Identity) -> str:
         return "running"

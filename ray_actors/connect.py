@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from weightsync.ray_actors.watching import Watching
 from weightsync.registry import check_transport
 from weightsync.report import Progress, UpdateReport
 
+_making_replies = threading.Lock()
 _MOST_STANDING_BY = 32
 """Actors; calling more costs more than it saves."""
 
@@ -253,7 +255,9 @@ class WeightSync:
         if self._closed:
             return
         self._closed = True
-        self._replies = None
+        if self._replies is not None:
+            self._replies.close()
+            self._replies = None
         if self._coordinator is None:
             return
         with contextlib.suppress(WeightSyncError):
@@ -269,8 +273,8 @@ class WeightSync:
         return self._get(method, *args, **options)
 
     def _get_report(self, standing_by: list[Any]) -> UpdateReport:
-        if self._replies is None:
-            self._replies = Replies()
+        with _making_replies:
+            self._replies = self._replies or Replies()
         replies, token = self._replies, self._replies.take()
         if not token:
             return self._wait("update", self._start_update(standing_by))  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -17,6 +17,7 @@ from weightsync.ray_actors.calling import RayCalls
 from weightsync.ray_actors.engine import make_engine_side
 from weightsync.ray_actors.side import Locator, MakeSide, open_side
 from weightsync.ray_actors.trainer import TrainerSide
+from weightsync.transports.sidecar import Sidecars
 
 _PROBE_S = 2.5
 
@@ -36,6 +37,7 @@ class RayFleet:
         self._num_engines = 0
         self._calls = RayCalls(self.actors)
         self._machine = identify().machine
+        self._sidecars: Sidecars | None = None
         for actor in engines:
             self._name_engine(actor)
 
@@ -87,6 +89,8 @@ class RayFleet:
     def remove(self, party: str) -> None:
         self.engines.remove(party)
         del self.actors[party]
+        if self._sidecars is not None:
+            self._sidecars.forget(party)
         self._calls.forget(party)
 
     def expect(self) -> None:
@@ -103,6 +107,13 @@ class RayFleet:
     def close(self) -> None:
         """No call can be made any more."""
         self._calls.close()
+        if self._sidecars is not None:
+            self._sidecars.close()
+
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        if self._sidecars is None:
+            self._sidecars = Sidecars(timeout_s=self._timeout_s)
+        return self._sidecars.addresses(ranks)
 
     def process_state(self, identity: Identity) -> str:
         if identity.machine == self._machine or not identity.node:

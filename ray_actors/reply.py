@@ -65,6 +65,12 @@ class Replies:
     def give_back(self) -> None:
         self._lock.release()
 
+    def close(self) -> None:
+        """While no call is under way."""
+        for closed in (self._listener, self._channel, self._ended, self._end):
+            if closed is not None:
+                closed.close()
+
     def _sources(self) -> list[int]:
         sources = [self._ended.fileno(), self._listener.fileno()]
         return sources if self._channel is None else [*sources, self._channel.fileno()]

@@ -10,9 +10,10 @@ Whoever asks for an update may call the actors to stand by, so that they are the
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import inspect
 import time
+from functools import cache
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -171,8 +172,12 @@ def _line(actor: Any, role: str, party: str, address: str) -> _Line:
 
 def _others_wait(actor: Any) -> bool:
     """Whether staying would keep from running what the update itself may need: the actor is trainer and engine at once,
-    or async, where this holds the loop."""
-    with contextlib.suppress(RuntimeError):
-        asyncio.get_running_loop()
-        return True
-    return has_two_roles(actor)
+    or async, where even a call that is not holds the loop."""
+    return has_two_roles(actor) or _is_async(type(actor))  # type: ignore[arg-type]
+
+
+@cache
+def _is_async(kind: type) -> bool:
+    """Whether Ray makes an async actor of the class."""
+    functions = (function for _, function in inspect.getmembers(kind, inspect.isfunction))
+    return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in functions)

@@ -67,6 +67,17 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def sidecars(ray_cluster: None) -> Iterator[Any]:
+    """Sidecars for ranks of this machine, started once: sharded_rdt's."""
+    pytest.importorskip("nixl", reason='needs NIXL: pip install "weightsync[rdt]"')
+    from weightsync.transports.sidecar import Sidecars
+
+    started = Sidecars(timeout_s=60)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of two random tiny Qwen3-MoE models of one shape."""
     folders = (tmp_path_factory.mktemp("moe-old"), tmp_path_factory.mktemp("moe-new"))

@@ -17,12 +17,16 @@ EVERY = 22
         (2, "broadcast", "staged"),
         (4, "shared_memory", "streaming"),
         (9, "broadcast", "streaming"),
+        (6, "sharded_rdt", "staged"),
     ],
 )
-def test_no_fault_corrupts_hangs_or_outlives_the_next_update(first: int, transport: str, apply: str) -> None:
+def test_no_fault_corrupts_hangs_or_outlives_the_next_update(
+    first: int, transport: str, apply: str, request: pytest.FixtureRequest
+) -> None:
+    sidecars = request.getfixturevalue("sidecars") if transport == "sharded_rdt" else None
     cases = [*control_cases(delay_s=0.2), *data_cases(delay_s=0.2)][first::EVERY]
     assert {case.fault.action for case in cases} == set(ACTIONS)
-    with Campaign(transport=transport, apply=apply) as campaign:
+    with Campaign(transport=transport, apply=apply, sidecars=sidecars) as campaign:
         outcomes = [campaign.run(case) for case in cases]
     assert [f"{o.case}: {o.result}, retry {o.retry} ({o.error})" for o in outcomes if not o.sound] == []
     assert {"committed", "old version", "poisoned"} <= {outcome.result for outcome in outcomes}

@@ -1427,7 +1427,12 @@ def test_random_engines_are_as_after_a_reload(
                 if data.draw(st.integers(0, 5)) == 0:
                     first = made.engine.model.m0.weight
                     first.data = first.data.clone()
-                made.update()
+                try:
+                    made.update()
+                except (
+                    EnginePoisonedError
+                ):  # it does not know from which weight a tensor was made that had not changed before
+                    assert mode == "audit"
     finally:
         globals()["MadeUp"] = original
 

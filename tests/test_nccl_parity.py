@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from weightsync.identity import (
 )
 from weightsync.links import Link, plan_links
 from weightsync.manifest import Manifest
+from weightsync.plan import choose_transports
 from weightsync.report import LoadSummary
 
 
@@ -39,7 +39,9 @@ def opened(identity: Identity, engine: int, number: int) -> m.ReceiverOpened:
 def plan(trainer: Identity, *engines: Identity, transport: str = "broadcast") -> list[Link]:
     held = m.Description(identity=trainer, manifest=Manifest.from_tensors({"w": torch.zeros(1)}), version=0)
     ranks = {f"engine {i}": (opened(identity, i, 0),) for i, identity in enumerate(engines)}
-    return plan_links(SyncConfig(transport=transport), [held], [("w",)], ranks, itertools.count())
+    receivers = {(f"engine {i}", 0): identity for i, identity in enumerate(engines)}
+    transports = choose_transports(SyncConfig(transport=transport), [trainer], receivers)
+    return plan_links([held], [("w",)], ranks, transports, 1)
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "auto"])

@@ -41,11 +41,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_the_built_in_names_are_known_and_sorted() -> None:
-    assert {"shared_memory", "broadcast", "cuda_ipc"} <= set(transport_names())
+    assert {"shared_memory", "broadcast", "cuda_ipc", "sharded_rdt"} <= set(transport_names())
     assert transport_names() == sorted(transport_names())
 
 
-@pytest.mark.parametrize("name", ["shared_memory", "broadcast", "cuda_ipc"])
+@pytest.mark.parametrize("name", ["shared_memory", "broadcast", "cuda_ipc", "sharded_rdt"])
 def test_a_name_is_a_sender_and_a_receiver_that_call_themselves_so(name: str) -> None:
     sender, receiver = transport_classes(name)
     assert issubclass(sender, SenderTransport)
@@ -58,7 +58,7 @@ def test_a_registered_transport_is_known_to_everybody_who_asks() -> None:
     assert transport_classes("mine") == (Sender, Receiver)
     assert "mine" in transport_names()
     assert SyncConfig(transport="mine").transport == "mine"
-    with pytest.raises(ConfigError, match="known: auto, broadcast, cuda_ipc, mine, shared_memory"):
+    with pytest.raises(ConfigError, match="known: auto, broadcast, cuda_ipc, mine, sharded_rdt, shared_memory"):
         transport_classes("pigeon")
 
 

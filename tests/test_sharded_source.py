@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -238,6 +238,8 @@ class Rank:
         self.held: Any = None
         self.source = TrainerSource(lambda: self.held, wire_dtype={})
         self.sender = SenderRank(rank, lambda: self.held)
+        self.stack = ExitStack()
+        self.gathers = Gathers()
 
 
 def serve(rank: int, store: str, world: int, backend: str) -> tuple[Callable[[bytes], list[bytes]], Rank]:
@@ -510,11 +512,20 @@ def fleet(ranks: Ranks, engine: Model) -> Iterator[LocalFleet]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "apply"), [("shared_memory", "staged"), ("broadcast", "staged"), ("shared_memory", "streaming")]
+    ("transport", "apply"),
+    [
+        ("shared_memory", "staged"),
+        ("broadcast", "staged"),
+        ("shared_memory", "streaming"),
+        ("sharded_rdt", "staged"),
+        ("sharded_rdt", "streaming"),
+    ],
 )
 def test_an_engine_equals_four_fsdp_ranks_bit_for_bit(
-    transport: str, apply: str, ranks: Ranks, engine: Model, fleet: LocalFleet
+    transport: str, apply: str, ranks: Ranks, engine: Model, fleet: LocalFleet, request: pytest.FixtureRequest
 ) -> None:
+    if transport == "sharded_rdt":
+        fleet.use_sidecars(request.getfixturevalue("sidecars"))
     ranks.ask(start_sync, "fsdp after a forward", 5)
     session = Session(fleet, SyncConfig(transport=transport, apply=apply, timeout_s=20, bucket_bytes=256))  # type: ignore[arg-type]
     session.open()
@@ -524,6 +535,41 @@ def test_an_engine_equals_four_fsdp_ranks_bit_for_bit(
         report = session.update()
         assert to_bytes(engine.state_dict()) == expected
         assert sum(bool(row.nbytes) for row in report.ranks if row.rank.startswith("trainer")) > 1
+    session.close()
+
+
+def count_gathers(subject: Rank) -> None:
+    subject.stack = ExitStack()
+    subject.gathers = subject.stack.enter_context(watched())
+
+
+def step_one(subject: Rank, name: str) -> Bytes:
+    """Train a single parameter; what the whole model then is."""
+    subject.gathers.names.clear()
+    with torch.no_grad():
+        subject.held.get_parameter(name).to_local().add_(1)
+    return to_bytes(
+        {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in subject.held.state_dict().items()}
+    )
+
+
+def gathered(subject: Rank) -> list[str]:
+    return subject.gathers.names
+
+
+def test_shards_that_have_not_changed_are_not_gathered(ranks: Ranks, engine: Model, fleet: LocalFleet) -> None:
+    ranks.ask(start_sync, "fsdp", 7)
+    session = Session(fleet, SyncConfig(transport="shared_memory", timeout_s=20, skip_unchanged=True))
+    session.open()
+    session.update()
+    ranks.ask(count_gathers)
+    for name in ("layers.1.weight", "narrow.weight", "embed.weight"):
+        expected, *_ = ranks.ask(step_one, name)
+        report = session.update()
+        assert to_bytes(engine.state_dict()) == expected
+        module = name.rpartition(".")[0]
+        assert [set(names) for names in ranks.ask(gathered)] == [{n for n in expected if n.startswith(module)}] * WORLD
+        assert report.num_skipped == 5, "all modules but one, of which the root holds a buffer"
     session.close()
 
 

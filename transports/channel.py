@@ -1,7 +1,8 @@
-"""A framed message channel over a Unix socket: msgspec structs and file descriptors, every wait bounded.
+"""A framed message channel over a socket: msgspec structs and file descriptors, every wait bounded.
 
-The abstract address carries 128 random bits and lives as long as its process, and both ends check that the
-peer belongs to the same user. A peer's death is seen at once, as the end of the stream.
+Within a host a Unix socket: its abstract address carries 128 random bits and lives as long as its process, and both ends
+check that the peer belongs to the same user. Between hosts TCP, without descriptors; who may connect is for whoever
+listens to find out. A peer's death is seen at once, as the end of the stream.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -33,11 +35,26 @@ class Channel(Generic[M]):
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(message_type)
         self._sending = threading.Lock()
+        self.peer_pid: int | None = None
+        """None where it may be on another host."""
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.peer_pid = pid
         if uid != os.getuid():
             self.close()
             raise TransportError(f"{peer} (pid {pid}) belongs to another user ({uid}); refused")
+
+    def __str__(self) -> str:
+        return f"{self.peer} (pid {self.peer_pid})" if self.peer_pid is not None else self.peer
+
+    def is_waiting(self) -> bool:
+        """Whether `receive` would find something at once: a message, its beginning, or the end."""
+        try:
+            return bool(select.select([self._socket], [], [], 0)[0])
+        except (OSError, ValueError):  # closed
+            return True
 
     def send(self, message: M, *, fd: int | None = None, timeout_s: float) -> None:
         """Raises TransportError when the peer is gone, UpdateTimeoutError when it does not read."""
@@ -80,7 +97,7 @@ class Channel(Generic[M]):
         try:
             return unpack(body, self._decoder)
         except TransportError as error:
-            raise TransportError(f"{self.peer} (pid {self.peer_pid}): {error}") from error
+            raise TransportError(f"{self}: {error}") from error
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -93,7 +110,7 @@ class Channel(Generic[M]):
         return bytes(data)
 
     def _errors(self, what: str, timeout_s: float) -> _Translate:
-        return _Translate(f"{self.peer} (pid {self.peer_pid})", what, timeout_s)
+        return _Translate(str(self), what, timeout_s)
 
     def fileno(self) -> int:
         """For whoever waits for several channels."""
@@ -124,12 +141,21 @@ class _Translate:
 
 
 class Listener:
-    """Where one sender's receivers connect."""
+    """Where one sender's receivers connect: on this host, or from others, too."""
 
-    def __init__(self) -> None:
-        self.address = f"weightsync-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind("\0" + self.address)
+    def __init__(self, host: str | None = None) -> None:
+        """*host*: the address by which other hosts reach this one; None for a Unix socket."""
+        if host is None:
+            self.address = f"weightsync-{secrets.token_hex(16)}"
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.bind("\0" + self.address)
+        else:
+            self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                self._socket.bind((host, 0))
+            except OSError:  # others reach it by an address that it does not have: a translated one
+                self._socket.bind(("", 0))
+            self.address = f"{host} {self._socket.getsockname()[1]}"
         self._socket.listen(1024)
 
     def accept(self, message_type: type[M], *, timeout_s: float) -> Channel[M]:
@@ -164,4 +190,18 @@ def dial(address: str, message_type: type[M], *, peer: str, timeout_s: float) ->
             f"{peer} cannot be reached over shared memory ({error}): it must run in the same network namespace "
             "of the same host; use transport: broadcast for others"
         ) from error
+    return Channel(sock, message_type, peer)
+
+
+def dial_host(address: str, message_type: type[M], *, peer: str, timeout_s: float) -> Channel[M]:
+    """Connect to the listener at *address* ("host port").
+
+    Raises:
+        TransportError: nobody listens there, or the network does not lead there.
+    """
+    host, _, port = address.rpartition(" ")
+    try:
+        sock = socket.create_connection((host, int(port)), timeout=timeout_s)
+    except OSError as error:
+        raise TransportError(f"{peer} cannot be reached at {host} port {port} ({error})") from error
     return Channel(sock, message_type, peer)

@@ -1,5 +1,5 @@
-"""What transports share that move handles over a Unix socket of one host while payloads stay: who may connect, messages
-to all receivers, buckets that are used in turn, the end.
+"""What transports share that talk to their receivers over channels: who may connect, messages to all receivers, the end;
+and, where handles move over a Unix socket of one host while payloads stay, buckets that are used in turn.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -60,8 +60,8 @@ class End(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
-class HandleSender(SenderTransport):
-    """The sender's half. Everything but `abort` runs on the thread that calls `send`."""
+class ChannelSender(SenderTransport):
+    """A sender with a channel to each receiver. Everything but `abort` runs on the thread that calls `send`."""
 
     messages: ClassVar[Any]
     """The union of all messages on a channel, `Hello` and `Ack` among them."""
@@ -70,19 +70,11 @@ class HandleSender(SenderTransport):
         super().__init__(context)
         self._listener: Listener | None = None
         self._channels: dict[int, Channel[Any]] = {}
-        self._buckets: list[tuple[int, torch.Tensor]] = []
-        """(segment, its bytes)."""
-        self._lent: deque[int] = deque()
-        """Segments of buckets that receivers have not released, oldest first."""
         self._aborted = False
 
-    @abstractmethod
-    def _new_bucket(self) -> tuple[int, torch.Tensor]:
-        """A segment that receivers know, and its bytes."""
-
-    def _listen(self) -> str:
-        """Begin to listen; returns the address."""
-        self._listener = Listener()
+    def _listen(self, host: str | None = None) -> str:
+        """Begin to listen, on this host or, as *host*, for others; returns the address."""
+        self._listener = Listener(host)
         return self._listener.address
 
     def connect(self) -> None:
@@ -122,6 +114,28 @@ class HandleSender(SenderTransport):
         for channel in self._channels.values():
             channel.send(message, fd=fd, timeout_s=self.context.timeout_s)
 
+    def abort(self) -> None:
+        self._aborted = True
+        if self._listener is not None:
+            self._listener.close()
+        for channel in self._channels.values():
+            channel.close()
+
+
+class HandleSender(ChannelSender):
+    """The sender's half where payloads stay."""
+
+    def __init__(self, context: LinkContext) -> None:
+        super().__init__(context)
+        self._buckets: list[tuple[int, torch.Tensor]] = []
+        """(segment, its bytes)."""
+        self._lent: deque[int] = deque()
+        """Segments of buckets that receivers have not released, oldest first."""
+
+    @abstractmethod
+    def _new_bucket(self) -> tuple[int, torch.Tensor]:
+        """A segment that receivers know, and its bytes."""
+
     def _announce(self, transfer: Transfer, segment_id: int, pieces: Sequence[Piece], *, stable: bool) -> None:
         self._tell(Chunk(transfer.version, transfer.manifest.digest, segment_id, stable, tuple(pieces)))
 
@@ -160,16 +174,9 @@ class HandleSender(SenderTransport):
             if not isinstance(message, Ack) or message.segment != segment_id:
                 raise TransportError(f"{channel.peer} answered {message}, expected the release of bucket {segment_id}")
 
-    def abort(self) -> None:
-        self._aborted = True
-        if self._listener is not None:
-            self._listener.close()
-        for channel in self._channels.values():
-            channel.close()
 
-
-class HandleReceiver(ReceiverTransport):
-    """The receiver's half."""
+class ChannelReceiver(ReceiverTransport):
+    """A receiver with a channel to its sender."""
 
     messages: ClassVar[Any]
 
@@ -178,8 +185,8 @@ class HandleReceiver(ReceiverTransport):
         self._channel: Channel[Any] | None = None
         self._aborted = False
 
-    def _dial(self, address: str) -> None:
-        self._channel = dial(
+    def _dial(self, address: str, connect: Callable[..., Channel[Any]] = dial) -> None:
+        self._channel = connect(
             address,
             self.messages,
             peer=f"sender {self.context.sender}",
@@ -188,6 +195,20 @@ class HandleReceiver(ReceiverTransport):
         if self._aborted:  # perhaps before there was a channel to close
             self._channel.close()
         self._channel.send(Hello(self.context.token, self.receiver), timeout_s=self.context.timeout_s)
+
+    def _check_end(self, end: End, transfer: Transfer) -> None:
+        assert self._channel is not None
+        if end.version != transfer.version:
+            raise TransportError(f"{self._channel.peer} ended version {end.version}, expected {transfer.version}")
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self._channel is not None:
+            self._channel.close()
+
+
+class HandleReceiver(ChannelReceiver):
+    """The receiver's half where payloads stay."""
 
     def _chunk(self, message: Chunk, payload: torch.Tensor | None) -> WeightChunk:
         assert self._channel is not None
@@ -213,16 +234,3 @@ class HandleReceiver(ReceiverTransport):
             sender=self.context.sender,
             release=release,
         )
-
-    def _check_end(self, end: End, transfer: Transfer) -> None:
-        assert self._channel is not None
-        if end.version != transfer.version:
-            raise TransportError(f"{self._channel.peer} ended version {end.version}, expected {transfer.version}")
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def abort(self) -> None:
-        self._aborted = True
-        if self._channel is not None:
-            self._channel.close()

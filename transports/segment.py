@@ -23,6 +23,11 @@ def make_segment(nbytes: int) -> tuple[int, torch.Tensor]:
     return fd, torch.frombuffer(_with_huge_pages(mmap.mmap(fd, nbytes)), dtype=torch.uint8)
 
 
+def open_segment(fd: int, nbytes: int) -> torch.Tensor:
+    """The bytes of another process's segment, as 1-D uint8, to be read and written by both."""
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+
 class MappedSegment:
     """A segment on the receiver's side: a private mapping, so that nothing here can change the trainer's weights."""
 

@@ -80,6 +80,15 @@ class GroupAssembly(Arrival):
         self._ready.extend(group for group in self._groups if group.pending == 0)
 
     @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    @property
+    def keys(self) -> list[str]:
+        """Of all groups that come."""
+        return [group.key for group in self._table.groups]
+
+    @property
     def num_whole_groups(self) -> int:
         return sum(group.pending == 0 for group in self._groups)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from weightsync import messages as m
 from weightsync.errors import TransportError, UpdateTimeoutError, WeightSyncError
+from weightsync.identity import Identity
 from weightsync.interfaces import Fleet
 from weightsync.update import POLL_S
 
@@ -47,6 +48,10 @@ class Calls:
                 error.rank = party
                 error.args = (f"answer of {party}: {error}",)
                 yield party, error
+
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        """Rank -> address of the helper process beside it; see `Fleet.helpers`."""
+        return self._fleet.helpers(ranks)
 
     def ask(self, requests: Mapping[str, m.Request]) -> dict[str, tuple[m.Reply, ...]]:
         """Send all requests at once, poll those whose answer is Pending, and collect the answers.

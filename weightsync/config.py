@@ -63,12 +63,18 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     group, once a reload has been seen to do just that. off: always reload. audit: do both now and then, and compare."""
     audit_every: int = 10
     """With direct_apply: audit, every so many updates do both."""
+    skip_unchanged: bool = False
+    """Neither move nor apply module groups of which no tensor has changed since the version that every engine holds (frozen
+    layers, sparse training). Both ends digest what they hold before each update; on a GPU that needs cupy. Without effect for
+    a source that makes its tensors as they are sent, and where sharded_rdt takes slices."""
     timeout_s: float = 120.0
     """Bound of each wait: for an answer, a chunk, room to stage, the end of a phase."""
     staging_limit_bytes: int | str = "4GiB"
     """Staging memory that one rank, trainer or engine, may hold for updates."""
     bucket_bytes: int | str = "8MiB"
     """Size of a transport's bucket in CPU memory, and of the steps in which bytes are announced and verified."""
+    min_bandwidth_bytes: int | str | None = None
+    """sharded_rdt: refuse a link that is slower than so many bytes a second when it opens; None: only log what was measured."""
     gpu_bucket_bytes: int | str = "256MiB"
     """The same in GPU memory, where cuda_ipc has two of them and broadcast four."""
     digest: bool = True
@@ -118,6 +124,9 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         for key in ("staging_limit_bytes", "bucket_bytes", "gpu_bucket_bytes"):
             msgspec.structs.force_setattr(self, key, parse_bytes(getattr(self, key), key=key))
+        if self.min_bandwidth_bytes is not None:
+            nbytes = parse_bytes(self.min_bandwidth_bytes, key="min_bandwidth_bytes")
+            msgspec.structs.force_setattr(self, "min_bandwidth_bytes", nbytes)
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout_s: must be more than 0 and finite, is {self.timeout_s:g}", key="timeout_s")
         if self.audit_every < 1:
@@ -134,6 +143,11 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def bucket(self) -> int:
         """`bucket_bytes` as a number."""
         return int(self.bucket_bytes)
+
+    @property
+    def min_bandwidth(self) -> int:
+        """`min_bandwidth_bytes` as a number."""
+        return int(self.min_bandwidth_bytes or 0)
 
     @property
     def gpu_bucket(self) -> int:

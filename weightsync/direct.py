@@ -9,7 +9,7 @@ On `audit` every so many updates do both, and every parameter must come out the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from enum import StrEnum
 
 import torch
@@ -40,7 +40,10 @@ class Way(StrEnum):
 class DirectApply:
     """One engine rank's, for one load map."""
 
-    def __init__(self, adapter: EngineAdapter, load_map: LoadMap, *, mode: str, audit_every: int) -> None:
+    def __init__(
+        self, adapter: EngineAdapter, load_map: LoadMap, aliases: Mapping[str, str], *, mode: str, audit_every: int
+    ) -> None:
+        """*aliases*: of the manifest that the load map is of. An update may bring a part of it."""
         self._adapter = adapter
         self._direct = adapter if isinstance(adapter, DirectAdapter) and adapter.copies_load else None
         self._mode, self._audit_every = mode, audit_every
@@ -51,8 +54,9 @@ class DirectApply:
         """Groups that cannot qualify while the layout stays, with the reason."""
         self._shown: set[Copy] = set()
         """Copies that a reload was seen to be."""
-        self._aliases: Mapping[str, str] | None = None
-        """With which it was looked up whether several tensors fill the same memory."""
+        self._aliases = aliases
+        self._is_contest_known = False
+        """It was looked up whether several tensors fill the same memory."""
         self.reasons: dict[str, str] = {}
         """Groups that are loaded by a reload, with the reason. All others by copies."""
         self.reloaded: dict[str, str] = {}
@@ -65,6 +69,8 @@ class DirectApply:
         self._pending_for = 0
         """Updates since the last that was watched for groups that have shown nothing yet."""
         self._patience = 0
+        self._sets = False
+        """All that the planned update brings stays where it lies."""
         self._compiled: dict[SetLayout, SetCopies] = {}
         if self._direct is None:
             self._give_up("the engine's adapter does not show its live tensors")
@@ -80,7 +86,7 @@ class DirectApply:
     def _start_anew(self, adapter: DirectAdapter, live: Live) -> None:
         self._layout, self._compiled = layout_of(live), {}
         self._groups, self._never = unfit(self._load_map, live)
-        self._shown, self._aliases = set(), None
+        self._shown, self._is_contest_known = set(), False
         self._pending_for = self._patience = 0
         unproven = [] if adapter.laid_out_as_loaded else [key for key in self._groups if key not in self._never]
         self.reasons = self._never | dict.fromkeys(unproven, NOT_SEEN)
@@ -112,7 +118,7 @@ class DirectApply:
             return Way.RELOAD
         if not self._looked:
             self.look()
-        self._looked = False
+        self._looked, self._sets = False, sets
         self._since_audit += 1
         if NOT_SEEN in self.reasons.values():
             # Frozen or constant weights may never show anything; watching costs the others their speed.
@@ -138,19 +144,25 @@ class DirectApply:
 
         On a GPU what copies did is done when the current stream has come so far.
         """
-        self.reloaded = {**dict.fromkeys(self._key_of.values(), way.value), **self.reasons}
+        come = dict.fromkeys(coalescer.keys, way.value)
+        self.reloaded = {**come, **self._reasons(come)}
+        if not come:
+            return 0
         if self._direct is None or way is Way.RELOAD:
             return self._adapter.apply(coalescer.groups(private=self.reasons))
         live = self._direct.live()
         if addresses_of(live) != self._addresses:
             raise EngineStateError("the engine's parameters were moved during the update; update again")
-        if self._aliases != coalescer.manifest.aliases:
-            self._aliases = coalescer.manifest.aliases
+        if not self._is_contest_known:
+            self._is_contest_known = True
             self._refuse(contested(self._groups, live, self._aliases))
         self._direct.synchronize()  # what still reads the old weights
+        reasons = self._reasons(come)
         if way is Way.OBSERVE:
-            return self._observe(self._direct, live, coalescer)
-        self.reloaded = dict(self.reasons)
+            if NOT_SEEN in reasons.values():
+                return self._observe(self._direct, live, coalescer)
+            way = Way.SETS if self._sets else Way.GROUPS  # what was to be watched has been left out
+        self.reloaded = reasons
         match way:
             case Way.AUDIT:
                 return self._audit(self._direct, live, coalescer)
@@ -158,7 +170,10 @@ class DirectApply:
                 rest = self._copy_sets(live, coalescer, verify=verify)
             case _:
                 rest = self._copy_groups(live, coalescer)
-        return self._load_rest(self._direct, rest)
+        return self._load_rest(self._direct, rest, any_left=bool(reasons))
+
+    def _reasons(self, come: Container[str]) -> dict[str, str]:
+        return {key: reason for key, reason in self.reasons.items() if key in come}
 
     def _refuse(self, reasons: Mapping[str, str]) -> None:
         self._never = {**reasons, **self._never}
@@ -166,7 +181,7 @@ class DirectApply:
         self._compiled = {}
 
     def _observe(self, adapter: DirectAdapter, live: Live, coalescer: Coalescer) -> int:
-        """One reload of everything, watched. What was seen to be no mere copy stays with the reload."""
+        """One reload of all that comes, watched. What was seen to be no mere copy stays with the reload."""
         watched = Observation(self._groups, self._never, live, adapter.reachable, self._shown)
         reloads = adapter.apply(watched.watch(coalescer.groups(private=self._key_of.values())))
         adapter.synchronize()
@@ -220,7 +235,7 @@ class DirectApply:
 
     def _copy_sets(self, live: Live, coalescer: Coalescer, *, verify: bool) -> Iterator[Pairs]:
         """Copy everything at once; yields the groups that did not qualify."""
-        aliases = coalescer.manifest.aliases
+        aliases = self._aliases
         sets, others = coalescer.take_all()
         layouts = [chunk.layout for chunk in sets]
         direct: list[Copy] = []
@@ -241,16 +256,15 @@ class DirectApply:
                     target.copy_(source)
         if others:
             run_copies([c for c in direct if aliases.get(c.name, c.name) in others], others, live, aliases)
-        if not self.reasons:
-            return
         tensors = others | {name: tensor for chunk in sets for name, tensor in chunk.layout.tensors.items()}
+        come = set(coalescer.keys)
         for group in self._load_map.groups:
-            if group.key in self.reasons:
+            if group.key in self.reasons and group.key in come:
                 yield [(name, tensors[aliases.get(name, name)].clone()) for name in group.names]
 
-    def _load_rest(self, adapter: DirectAdapter, rest: Iterator[Pairs]) -> int:
+    def _load_rest(self, adapter: DirectAdapter, rest: Iterator[Pairs], *, any_left: bool) -> int:
         """What did not qualify, by one reload; none where there is nothing."""
-        if self.reasons:
+        if any_left:
             reloads = adapter.apply(rest)
             adapter.synchronize()
             return reloads

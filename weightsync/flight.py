@@ -155,7 +155,7 @@ class Flight:
             seconds = (part.answered or now) - part.asked if part is not None else 0.0
             engines[party] = EngineProgress(
                 nbytes=nbytes,
-                of_nbytes=self._nbytes * len(self._ranks[party]),
+                of_nbytes=(self._nbytes - machine.left_out_bytes) * len(self._ranks[party]),
                 groups=groups,
                 num_groups=self._num_groups[party],
                 seconds=seconds,

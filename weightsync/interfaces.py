@@ -18,6 +18,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.identity import Identity
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest, TensorMeta
+from weightsync.orders import Orders
 from weightsync.weightset import SetDigests, WeightSet
 
 
@@ -42,6 +43,17 @@ class LinkContext:
     """Where this end's weights lie: "cpu", "cuda:0"."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs of the sender and of each receiver, in the order of their indices; "" for one on the CPU."""
+    helpers: tuple[str, ...] = ()
+    """Addresses of the helper processes beside the sender and each receiver, where the transport needs such."""
+    orders: Orders | None = None
+    """To a sender that takes shards: what of them goes to whom."""
+    min_bytes_per_s: float = 0.0
+    """A link that is slower, as far as the transport measures it when it opens, is refused."""
+
+    def helper(self, receiver: int | None) -> str:
+        """The address of a receiver's helper, or of the sender's (None); "" where there is none."""
+        index = 0 if receiver is None else receiver + 1
+        return self.helpers[index] if index < len(self.helpers) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +74,8 @@ class TransferStats:
 
     nbytes: int = 0
     content_digest: int = 0
+    content_digests: tuple[int, ...] = ()
+    """Per receiver, where they do not all get the same."""
     changed_values: int | None = None
     """Values that differ from the version before; None where the sender keeps no copy to compare with."""
 
@@ -74,6 +88,9 @@ class SenderTransport(ABC):
     """
 
     name: ClassVar[str]
+    takes_shards: ClassVar[bool] = False
+    """Given this rank's own parts of sharded tensors, as they lie, and orders that say which receiver gets what of them. Its
+    links need helper processes (`Fleet.helpers`)."""
 
     def __init__(self, context: LinkContext) -> None:
         self.context = context
@@ -113,6 +130,10 @@ class SenderTransport(ABC):
         Raises:
             TransportError: a link broke. UpdateTimeoutError: a receiver did not answer in time.
         """
+
+    def describe(self) -> str:
+        """For people: what the transport has chosen for itself, once open; "" where there was no choice."""
+        return ""
 
     @abstractmethod
     def stable(self) -> bool:
@@ -258,6 +279,15 @@ class Fleet(Protocol):
 
     def remove(self, party: str) -> None:
         """Forget an engine; nothing is sent to it any more."""
+        ...
+
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        """Rank -> address of a helper process beside it (`weightsync.transports.sidecar`), started where there is none or it
+        is gone.
+
+        Raises:
+            WeightSyncError: none can be started.
+        """
         ...
 
     def process_state(self, identity: Identity) -> str:

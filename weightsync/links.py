@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,11 @@ from weightsync.calls import Calls
 from weightsync.config import SyncConfig
 from weightsync.identity import Identity, check_nccl
 from weightsync.manifest import Manifest
-from weightsync.plan import choose_transport
+from weightsync.plan import choose_transports
 from weightsync.ranks import receivers
+from weightsync.registry import takes_shards
 from weightsync.report import LinkRow
+from weightsync.routes import Rank, Route, content_key, orders_of, plan_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,44 +29,56 @@ class Link:
 
 
 def plan_links(
-    config: SyncConfig,
     trainers: Sequence[m.Description],
     owned: Sequence[tuple[str, ...]],
     engines: Mapping[str, Sequence[m.ReceiverOpened]],
-    ids: Iterable[int],
+    transports: Mapping[tuple[int, Rank], str],
+    first_id: int,
+    routes: Mapping[Rank, Route] = {},
+    helpers: Mapping[str, str] = {},
 ) -> list[Link]:
     """One link per trainer that sends something and per transport to its receivers.
 
     Args:
         owned: per trainer the names that it sends.
-        ids: numbers for the links, fresh ones.
+        transports: of every pair (`weightsync.plan.choose_transports`).
+        first_id: numbers from here on are fresh ones for links.
+        routes: of the receivers that take shards; a trainer of which one takes nothing has no link to it.
+        helpers: address of the helper process of every rank that needs one.
 
     Raises:
-        ConfigError: no rule of the config fits a pair. AgreementError: ranks of a link between GPUs differ in NCCL, or in
-            a variable of its environment; both are named.
+        AgreementError: ranks of a link between GPUs differ in NCCL, or in a variable of its environment; both are named.
     """
     ends: dict[tuple[int, str], dict[str, dict[int, m.ReceiverOpened]]] = {}
-    for sender, description in enumerate(trainers):
-        if not owned[sender]:
-            continue
+    for sender in range(len(trainers)):
         for party, ranks in engines.items():
             for rank in ranks:
-                name = choose_transport(config, description.identity, rank.identity)
-                ends.setdefault((sender, name), {}).setdefault(party, {})[rank.rank] = rank
-    return [
-        _link(sender, trainers[sender].identity, transport, of_party, id)
-        for ((sender, transport), of_party), id in zip(ends.items(), ids, strict=False)
-    ]
+                route = routes.get((party, rank.rank))
+                if route.items[sender] if route is not None else owned[sender]:
+                    name = transports[sender, (party, rank.rank)]
+                    ends.setdefault((sender, name), {}).setdefault(party, {})[rank.rank] = rank
+    links: list[Link] = []
+    for (sender, transport), of_party in ends.items():
+        links.append(_link(sender, trainers[sender].identity, transport, of_party, first_id, routes, helpers))
+        first_id += links[-1].plan.num_ids
+    return links
 
 
 def _link(
-    sender: int, identity: Identity, transport: str, ends: Mapping[str, Mapping[int, m.ReceiverOpened]], id: int
+    sender: int,
+    identity: Identity,
+    transport: str,
+    ends: Mapping[str, Mapping[int, m.ReceiverOpened]],
+    id: int,
+    routes: Mapping[Rank, Route],
+    helpers: Mapping[str, str],
 ) -> Link:
     order = receivers(ends)
     opened = [ends[party][rank] for party, rank in order]
     gpus = (identity.gpu, *(rank.identity.gpu for rank in opened))
     if transport == "broadcast" and all(gpus):
         check_nccl({f"trainer {sender}": identity} | {rank.load.rank: rank.identity for rank in opened})
+    taken = [routes[rank] for rank in order if rank in routes]
     return Link(
         m.LinkPlan(
             id=id,
@@ -75,6 +88,9 @@ def _link(
             host=identity.address,
             token=secrets.token_hex(16),
             gpus=gpus,
+            helpers=tuple(helpers[r] for r in (f"trainer {sender}", *(o.load.rank for o in opened))) if taken else (),
+            contents=tuple(content_key(route.items[sender]) for route in taken),
+            shard_plans=tuple(sorted({route.plan_digest for route in taken})),
         ),
         order,
         tuple(f"trainer {sender} -> {rank.load.rank}" for rank in opened),
@@ -112,6 +128,8 @@ class Links:
         self._addresses: dict[int, bytes] = {}
         self._stable: dict[int, bool] = {}
         self._owned: Sequence[tuple[str, ...]] = ()
+        self._routes: dict[Rank, Route] = {}
+        self._details: dict[int, str] = {}
 
     def open(
         self,
@@ -120,7 +138,8 @@ class Links:
         owned: Sequence[tuple[str, ...]],
         engines: Mapping[str, Sequence[m.ReceiverOpened]],
     ) -> tuple[int, ...]:
-        """Open links to *engines*, beside those that are open: plan, then senders, then both ends at once.
+        """Open links to *engines*, beside those that are open: plan (with helper processes for those that take shards), then
+        senders, then both ends at once.
 
         Returns:
             The ids of the new links.
@@ -130,8 +149,24 @@ class Links:
         """
         keep = bool(self._links)
         held = list(trainers.values())
-        links = plan_links(self._config, held, owned, engines, itertools.count(self.next_id))
-        self.next_id += len(links)
+        ranks = {(party, rank.rank): rank for party, of_party in engines.items() for rank in of_party}
+        transports = choose_transports(
+            self._config,
+            [trainer.identity for trainer in held],
+            {place: rank.identity for place, rank in ranks.items()},
+        )
+        takers = {place: rank for place, rank in ranks.items() if takes_shards(transports[0, place])}
+        routes = plan_routes(manifest, held, takers, list(self._routes.values())) if takers else {}
+        self._routes.update(routes)
+        helpers = self._helpers(trainers, takers, routes)
+        links = plan_links(held, owned, engines, transports, self.next_id, routes, helpers)
+        self.next_id += sum(link.plan.num_ids for link in links)
+        order = next(iter(ranks.values())).order
+        orders = {
+            link.plan.id: orders_of([routes[rank].items[link.plan.sender] for rank in link.receivers], order)
+            for link in links
+            if link.plan.contents
+        }
         of_sender = {
             party: tuple(link.plan for link in links if link.plan.sender == i) for i, party in enumerate(trainers)
         }
@@ -139,7 +174,14 @@ class Links:
         names = dict(zip(trainers, owned, strict=True))
         opened = self._calls.ask(
             {
-                party: m.OpenSender(manifest=manifest, names=names[party], links=of_sender[party], keep=keep)
+                party: m.OpenSender(
+                    manifest=manifest,
+                    names=names[party],
+                    links=of_sender[party],
+                    keep=keep,
+                    orders={plan.id: orders[plan.id] for plan in of_sender[party] if plan.id in orders},
+                    gathers=any(not link.plan.contents for link in (*self._links.values(), *links)),
+                )
                 for party in senders
             }
         )
@@ -149,15 +191,50 @@ class Links:
             assert isinstance(reply, m.SenderOpened), reply
             for plan, address, stable in zip(of_sender[party], reply.addresses, reply.stable, strict=True):
                 self._addresses[plan.id], self._stable[plan.id] = address, stable
+            self._details.update(zip((plan.id for plan in of_sender[party]), reply.details, strict=False))
         self._links.update({link.plan.id: link for link in links})
         requests: dict[str, m.Request] = {party: m.Connect() for party in senders}
         for party in engines:
-            requests[party] = m.Connect(links=self._ends(party))
+            parts = {rank: dict(route.parts) for (of, rank), route in routes.items() if of == party and route.parts}
+            requests[party] = m.Connect(links=self._ends(party), parts=parts)
         self._calls.ask(requests)
         return tuple(link.plan.id for link in links)
 
+    def _helpers(
+        self,
+        trainers: Mapping[str, m.Description],
+        takers: Mapping[Rank, m.ReceiverOpened],
+        routes: Mapping[Rank, Route],
+    ) -> Mapping[str, str]:
+        """Helper processes of the receivers that take shards, and of the trainers that they take them from."""
+        identities = {rank.load.rank: rank.identity for rank in takers.values()}
+        for i, (party, trainer) in enumerate(trainers.items()):
+            if any(route.items[i] for route in routes.values()):
+                identities[party] = trainer.identity
+        return self._calls.helpers(identities) if identities else {}
+
     def plan(self, id: int) -> m.LinkPlan:
         return self._links[id].plan
+
+    def contents(self, ids: Iterable[int]) -> dict[int, tuple[int, str]]:
+        """Of these links, each id of a content digest -> (trainer, key that is equal for equal content)."""
+        found: dict[int, tuple[int, str]] = {}
+        for plan in (self._links[id].plan for id in ids):
+            if plan.contents:
+                found.update({plan.content_id(i): (plan.sender, key) for i, key in enumerate(plan.contents)})
+            else:
+                found[plan.id] = plan.sender, plan.transport
+        return found
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of all links that are open."""
+        return tuple(self._links)
+
+    def staging_bytes(self, engines: Mapping[str, Sequence[m.ReceiverOpened]], whole: int) -> int:
+        """What the rank needs that has to stage most: its slices, or, where it takes whole tensors, *whole*."""
+        routes = [self._routes.get((party, rank.rank)) for party, ranks in engines.items() for rank in ranks]
+        return max((whole if route is None else route.nbytes for route in routes), default=0)
 
     def forget(self, ids: Iterable[int]) -> None:
         """These links were broken."""
@@ -194,6 +271,12 @@ class Links:
     def transports(self) -> dict[str, str]:
         """ "trainer 0 -> engine 1 rank 0": name of the transport."""
         return {pair: link.plan.transport for link in self._links.values() for pair in link.pairs}
+
+    def details(self) -> dict[str, str]:
+        """ "trainer 0 -> engine 1 rank 0": what its transport has chosen for itself; pairs without a choice are left out."""
+        return {
+            pair: said for id, link in self._links.items() if (said := self._details.get(id)) for pair in link.pairs
+        }
 
     def _ends(self, party: str) -> tuple[m.ReceiverLink, ...]:
         return receiver_links(party, list(self._links.values()), self._addresses, self._stable, self._owned)

@@ -77,6 +77,8 @@ class LoadMap(msgspec.Struct, frozen=True, dict=True):
     fills: tuple[Fill, ...] = ()
     whole_modules: bool = False
     """The engine rebuilds a module as a whole: what is not fed of a fed module is lost, not kept."""
+    is_part: bool = False
+    """The rank holds a part of its model by itself; the other parts are other engines'."""
 
     @cached_property
     def digest(self) -> str:
@@ -128,7 +130,10 @@ class LoadMap(msgspec.Struct, frozen=True, dict=True):
         )
 
     def read_in_part(self, manifest: Manifest) -> dict[str, int]:
-        """Name -> how many of its elements this rank reads, for names of which it reads some; ranks share tensors."""
+        """Name -> how many of its elements this rank reads, for names of which it reads some; ranks share tensors. Of a rank
+        that `is_part`, nothing: its engine's ranks do not add up to the whole."""
+        if self.is_part:
+            return {}
         read: dict[str, list[Region] | None] = {}
         for copy in self.copies:
             regions = read.setdefault(copy.name, [])

@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from weightsync.boxes import Box
 from weightsync.config import SyncConfig
 from weightsync.digest import digest_text
 from weightsync.doctor.facts import ProcessFacts
 from weightsync.errors import ErrorInfo, TransportError
+from weightsync.holdings import Holdings
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest
+from weightsync.needs import Needs
+from weightsync.orders import Orders
 from weightsync.report import LoadSummary
 from weightsync.wire import pack, unpack
 
@@ -52,6 +56,8 @@ class Description(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The last version that this process took part in, 0 if none."""
     epoch: int = 0
     """The highest that this process has heard of."""
+    holdings: Holdings | None = None
+    """Which parts of which tensors, where the config may use a transport that takes shards."""
 
 
 class OpenReceiver(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -73,6 +79,10 @@ class ReceiverOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
     epoch: int = 0
     poisoned: bool = False
+    groups: tuple[int, ...] = ()
+    """With `skip_unchanged`: `weightsync.unchanged.group_numbers`."""
+    needs: Needs | None = None
+    """Which slices of which tensors, where the config may use a transport that takes shards."""
 
 
 class LinkPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +97,22 @@ class LinkPlan(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     gpus: tuple[str, ...] = ()
     """UUIDs of the sender's and of each receiver's GPU; "" for one whose weights lie in CPU memory."""
+    helpers: tuple[str, ...] = ()
+    """Addresses of the helper processes beside the sender and each receiver, where the transport needs such."""
+    contents: tuple[str, ...] = ()
+    """Where receivers take shards: for each, a key that is equal for equal content. Its digests then go by ids of their own,
+    those that follow the link's."""
+    shard_plans: tuple[str, ...] = ()
+    """Digests of the plans that the shards come from."""
+
+    def content_id(self, receiver: int) -> int:
+        """Under which id the digests of what this receiver gets are compared."""
+        return self.id + 1 + receiver if self.contents else self.id
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids the link takes up, its own included."""
+        return 1 + len(self.contents)
 
 
 class OpenSender(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -98,12 +124,19 @@ class OpenSender(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     links: tuple[LinkPlan, ...]
     keep: bool = False
     """These links come beside those that are open, for engines that came late."""
+    orders: dict[int, Orders] = {}
+    """Of the links that take shards."""
+    gathers: bool = True
+    """Whether any link of any trainer takes whole tensors, so that sharded ones must be gathered in each update over all
+    links."""
 
 
 class SenderOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     addresses: tuple[bytes, ...]
     """One per link."""
     stable: tuple[bool, ...]
+    details: tuple[str, ...] = ()
+    """What each link's transport says of itself."""
 
 
 class ReceiverLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +154,8 @@ class Connect(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """To all at once: connect your links, in the background. Trainers get no links, they have theirs."""
 
     links: tuple[ReceiverLink, ...] = ()
+    parts: dict[int, dict[str, tuple[Box, ...]]] = {}
+    """Rank in the engine -> names of which the slices come in parts -> those."""
 
 
 # ---- one update -------------------------------------------------------------------------------------------------
@@ -129,6 +164,8 @@ class Connect(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
     staged: bool
+    since: int = 0
+    """What has not changed since this version may be left out; 0: everything will be sent."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +186,11 @@ class Prepared(Timed, tag=True, frozen=True, kw_only=True):
     plan_digest: str
     poisoned: bool = False
     """Holds mixed weights; a whole update repairs that."""
+    changed: bytes | None = None
+    """Of a trainer rank: the names that differ from version `since` in what it holds (`weightsync.unchanged`); None: it cannot
+    tell."""
+    holds: bool = False
+    """Of an engine rank: its weights are those of version `since`, and it can do without what has not changed."""
 
 
 class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -160,6 +202,8 @@ class Transfer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Trainers send over these only; None: over all."""
     apply: bool = False
     """To engines: load it as it comes; answered as `Apply` is, or, where an engine is to be told so apart, Pending."""
+    left_out: bytes = b""
+    """Names that have not changed and are not sent (`weightsync.unchanged`)."""
 
 
 class Poll(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -181,7 +225,7 @@ class Pending(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class Sent(Timed, tag=True, frozen=True, kw_only=True):
     nbytes: int
     content_digests: dict[int, int]
-    """Per link, since links may cut tensors differently."""
+    """Per link, since links may cut tensors differently; by `LinkPlan.content_id`."""
     changed_values: int | None
 
 
@@ -190,7 +234,7 @@ class Vote(Timed, tag=True, frozen=True, kw_only=True):
 
     nbytes: int
     content_digests: dict[int, int]
-    """Per link."""
+    """Per link, by `LinkPlan.content_id`."""
     peak_staging_bytes: int
 
 
@@ -207,6 +251,8 @@ class Applied(Timed, tag=True, frozen=True, kw_only=True):
     """Module groups that were loaded by copies."""
     reloaded: dict[str, str] = {}
     """The groups that were not: key -> why."""
+    num_skipped: int = 0
+    """The groups that had not changed and stayed as they were."""
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True, kw_only=True):

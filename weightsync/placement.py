@@ -69,8 +69,16 @@ def run_copies(
             live_view(copy, live).copy_(source_view(copy, sources[aliases.get(copy.name, copy.name)]))
 
 
-def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """One of each, of its row-major bytes; on a GPU all in one launch. Comparable on one device only."""
+Compiled = dict[torch.device, tuple[list[object], Moves]]
+"""By device: how some tensors lie, and the launch that digests them."""
+
+
+def digests_of(tensors: Sequence[torch.Tensor], compiled: Compiled | None = None) -> list[int]:
+    """One of each, of its row-major bytes; on a GPU all in one launch. Comparable on one device only.
+
+    *compiled* keeps that launch for the next call, where the same tensors are digested again and again.
+    """
+    compiled = {} if compiled is None else compiled
     found = [0] * len(tensors)
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -79,8 +87,11 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         else:
             found[i] = digest_bytes(as_bytes(tensor.detach()))
     for device, indices in by_device.items():
-        values = Moves([(tensors[i].detach(), None) for i in indices], device).run(digest=True).tolist()
-        for i, value in zip(indices, values, strict=True):
+        there = [tensors[i].detach() for i in indices]
+        layout: list[object] = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in there]
+        if device not in compiled or compiled[device][0] != layout:
+            compiled[device] = layout, Moves([(tensor, None) for tensor in there], device)
+        for i, value in zip(indices, compiled[device][1].run(digest=True).tolist(), strict=True):
             found[i] = value
     return found
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from weightsync.config import SyncConfig
 from weightsync.errors import AgreementError, ConfigError, ManifestError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest, TensorMeta
-from weightsync.registry import check_transport
+from weightsync.registry import check_transport, takes_shards
+
+R = TypeVar("R")
 
 _OLDEST, _SHARES_GPUS = (2, 18), (2, 30)
 """Of NCCL: the oldest that can be used, and the oldest that lets ranks share a GPU."""
@@ -68,6 +71,30 @@ def assign_owners(manifest: Manifest, held: Sequence[Manifest], order: Sequence[
         load[rank] += manifest.by_name[name].nbytes
         names[rank].append(name)
     return [tuple(part) for part in names]
+
+
+def may_take_shards(config: SyncConfig) -> bool:
+    """Whether a pair may come to use a transport that takes shards."""
+    rules = [config.transport] if isinstance(config.transport, str) else [rule.use for rule in config.transport]
+    return any(map(takes_shards, rules))
+
+
+def choose_transports(
+    config: SyncConfig, senders: Sequence[Identity], receivers: Mapping[R, Identity]
+) -> dict[tuple[int, R], str]:
+    """(sender, receiver) -> the name of the transport for that pair.
+
+    A receiver that takes shards from one sender takes them from all: each of them may hold what it needs a slice of.
+
+    Raises:
+        ConfigError: as `choose_transport`.
+    """
+    found: dict[tuple[int, R], str] = {}
+    for receiver, identity in receivers.items():
+        names = [choose_transport(config, sender, identity) for sender in senders]
+        sharded = next((name for name in names if takes_shards(name)), None)
+        found.update({(i, receiver): sharded or name for i, name in enumerate(names)})
+    return found
 
 
 def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity) -> str:

@@ -86,8 +86,9 @@ class Observation:
         found: dict[str, str] = {}
         for key, group in self._groups.items():
             sources = self._sources.get(key)
-            if sources is None:
-                found[key] = NOT_SEEN
+            if sources is None:  # it was left out, for nothing in it has changed
+                if not self._shown.issuperset(group.copies):
+                    found[key] = NOT_SEEN
                 continue
             for copy, old, new, source, telling in zip(
                 group.copies, self._before[key], after[key], sources, self._telling[key], strict=True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass
 
 import torch
 
 from weightsync import messages as m
 from weightsync.background import Background
+from weightsync.boxview import BoxView, Parts
 from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.direct import DirectApply, Way
@@ -20,10 +22,24 @@ from weightsync.identity import identify, on_device
 from weightsync.interfaces import EngineAdapter, ReceiverTransport, Transfer
 from weightsync.loadmap import LoadMap
 from weightsync.manifest import Manifest
+from weightsync.needs import Needs
+from weightsync.plan import may_take_shards
 from weightsync.registry import transport_classes
 from weightsync.report import LoadSummary
 from weightsync.sender import link_context
 from weightsync.staging import check_budget, group_bytes, regroup
+from weightsync.unchanged import LiveDigests, from_bits, group_numbers, groups_left, without
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What an update brings that leaves something out."""
+
+    left_out: bytes
+    manifest: Manifest
+    groups: GroupTable
+    num_links: int
+    """Over which something comes."""
 
 
 class ReceiverRank:
@@ -35,6 +51,12 @@ class ReceiverRank:
         self.name = f"engine rank {rank}"
         self._device = getattr(adapter, "device", torch.device("cpu"))
         self._group_table = GroupTable((), (), (), {}, {})
+        self._live_digests: LiveDigests | None = None
+        """With `skip_unchanged`."""
+        self._holds = False
+        """What has not changed may be left out of the update that is prepared."""
+        self._part: _Part | None = None
+        """What came of the last update that left something out."""
         self._direct: DirectApply | None = None
         self._way = Way.RELOAD
         self._staged = True
@@ -43,6 +65,9 @@ class ReceiverRank:
         self._config = SyncConfig()
         self._manifest: Manifest | None = None
         self._load_map: LoadMap | None = None
+        self._needs: Needs | None = None
+        self._boxes: BoxView | None = None
+        """Where this rank takes slices: the boxes that they are."""
         self._links: list[tuple[m.ReceiverLink, ReceiverTransport]] = []
         self._connecting: Background[m.Ok] | None = None
         self._receiving: list[Background[None]] = []
@@ -82,7 +107,7 @@ class ReceiverRank:
             case m.Prepare():
                 return self._prepare(request)
             case m.Transfer():
-                self._receive(request.version)
+                self._receive(request.version, request.left_out)
                 return self._apply(request.version) if request.apply else self._poll(request.wait_s)
             case m.Poll():
                 return self._poll(request.wait_s)
@@ -104,10 +129,10 @@ class ReceiverRank:
         self._config, self._manifest = request.config, request.manifest
         self._load_map = load_map = self._adapter.load_map(request.manifest)
         self._check_load_map(load_map, request.manifest)
-        self._group_table = GroupTable.of(request.manifest, load_map.groups)
-        self._direct = DirectApply(
-            self._adapter, load_map, mode=self._config.direct_apply, audit_every=self._config.audit_every
-        )
+        self._needs = Needs.of(load_map, request.manifest) if may_take_shards(self._config) else None
+        self._boxes = None
+        self._load_by(self._adapter, load_map, request.manifest)
+        self._live_digests = LiveDigests(self._adapter, load_map) if self._config.skip_unchanged else None
         sizes = {group.key: group_bytes(request.manifest, group) for group in load_map.groups}
         largest = max(sizes, key=lambda key: sizes[key], default="")
         summary = LoadSummary(
@@ -130,7 +155,33 @@ class ReceiverRank:
             version=self._version,
             epoch=self.fence.epoch,
             poisoned=self.poisoned,
+            groups=group_numbers(request.manifest, load_map) if self._config.skip_unchanged else (),
+            needs=self._needs,
         )
+
+    def _load_by(self, adapter: EngineAdapter, load_map: LoadMap, manifest: Manifest) -> None:
+        """Make ready for groups of *load_map*, which take tensors of *manifest*."""
+        self._group_table = GroupTable.of(manifest, load_map.groups)
+        self._direct = DirectApply(
+            adapter,
+            load_map,
+            manifest.aliases,
+            mode=self._config.direct_apply,
+            audit_every=self._config.audit_every,
+        )
+
+    def _look_at_boxes(self, parts: Parts | None) -> None:
+        """From the next update on take slices, some of them in *parts*; None: whole tensors."""
+        assert self._manifest is not None and self._load_map is not None
+        if parts is not None:
+            assert self._needs is not None
+            view = BoxView(self._manifest, self._load_map, self._needs, parts)
+            if self._boxes is None or self._boxes.digest != view.digest:  # else what was proven stays so
+                self._boxes = view
+                self._load_by(view.adapt(self._adapter), view.load_map, view.manifest)
+        elif self._boxes is not None:
+            self._boxes = None
+            self._load_by(self._adapter, self._load_map, self._manifest)
 
     def _check_load_map(self, load_map: LoadMap, manifest: Manifest) -> None:
         """Refuse a manifest that this engine cannot be updated from."""
@@ -154,6 +205,8 @@ class ReceiverRank:
     def _connect(self, request: m.Connect) -> m.Reply:
         self._drop_links()  # an engine that committed while another failed still has its old ones
         self._plan_digest = m.plan_digest(request.links)
+        sharded = any(link.plan.contents and self._rank in link.receiver for link in request.links)
+        self._look_at_boxes(request.parts.get(self._rank, {}) if sharded else None)
         for link in request.links:
             index = link.receiver.get(self._rank)
             if index is not None:
@@ -179,10 +232,12 @@ class ReceiverRank:
         self._ready = False
         self._staged = request.staged
         copied = {name for link, _ in self._links if not link.stable for name in link.names}
+        if self._boxes is not None:
+            copied = set(self._boxes.manifest.by_name)
         if copied:
             check_budget(
-                self._manifest,
-                self._load_map.groups,
+                self._manifest if self._boxes is None else self._boxes.manifest,
+                self._group_table.groups,
                 copied=copied,
                 limit_bytes=self._config.staging_limit,
                 whole_model=request.staged,
@@ -191,12 +246,21 @@ class ReceiverRank:
         self._way = self._direct.plan(sets=all(link.stable and transport.sends_sets for link, transport in self._links))
         self._defer_sets = not self._staged and self._way is Way.SETS
         self._next = self._new_coalescer(request.version)
+        self._holds = (
+            self._live_digests is not None
+            and 0 < request.since == self._version
+            and not self.poisoned
+            and self._way is not Way.AUDIT  # which is of everything
+            and self._boxes is None  # what is cut into slices comes as a whole
+            and self._live_digests.hold()
+        )
         return m.Prepared(
             version=self._version,
             epoch=self.fence.epoch,
             manifest_digest=self._manifest.digest,
             plan_digest=self._plan_digest,
             poisoned=self.poisoned,
+            holds=self._holds,
         )
 
     def get_ready(self) -> None:
@@ -217,37 +281,68 @@ class ReceiverRank:
             assert self._direct is not None
             self._direct.look_again()
 
-    def _receive(self, version: int) -> None:
+    def _receive(self, version: int, left_out: bytes) -> None:
         assert self._manifest is not None and self._load_map is not None
         self._connecting = None
         self._began = self._arrived = time.monotonic()
         self._applied = self._whole = False
-        self._coalescer, self._next = self._next or self._new_coalescer(version), None
+        coalescer, self._next = self._next or self._new_coalescer(version), None
+        manifest = self._manifest
+        links = [(link, transport, link.names) for link, transport in self._links]
+        if left_out:
+            part = self._part_without(left_out)
+            coalescer, manifest = self._new_coalescer(version, part), part.manifest
+            rest = manifest.by_name
+            links = [(link, transport, tuple(n for n in names if n in rest)) for link, transport, names in links]
+            links = [entry for entry in links if entry[2]]
+        self._coalescer = coalescer
         self._receiving = [
-            Background(lambda link=link, transport=transport: self._drain(link, transport, version), name="receive")  # type: ignore[misc]
-            for link, transport in self._links
+            Background(lambda entry=entry: self._drain(coalescer, manifest, *entry), name="receive")  # type: ignore[misc]
+            for entry in links
         ]
 
-    def _new_coalescer(self, version: int) -> Coalescer:
+    def _part_without(self, left_out: bytes) -> _Part:
+        """What comes where *left_out* does not; most updates leave out what the one before did."""
+        assert self._manifest is not None and self._load_map is not None
+        if not self._holds:
+            raise WeightSyncError("something is left out of the update, and this rank does not hold it")
+        if self._part is None or self._part.left_out != left_out:
+            names = from_bits(self._manifest, left_out)
+            manifest = without(self._manifest, names)
+            groups = GroupTable.of(manifest, groups_left(self._manifest, self._load_map.groups, names))
+            num_links = sum(any(name in manifest.by_name for name in link.names) for link, _ in self._links)
+            self._part = _Part(left_out, manifest, groups, num_links)
+        return self._part
+
+    def _new_coalescer(self, version: int, part: _Part | None = None) -> Coalescer:
         assert self._manifest is not None
+        manifest = self._manifest if self._boxes is None else self._boxes.manifest
+        if part is not None:
+            manifest = part.manifest
         return Coalescer(
-            self._manifest,
-            self._group_table,
+            manifest,
+            part.groups if part is not None else self._group_table,
             version=version,
             staging_limit_bytes=self._config.staging_limit,
             timeout_s=self._config.timeout_s,
-            num_producers=len(self._links),
+            num_producers=len(self._links) if part is None else part.num_links,
             verify=self._config.digest,
             defer_sets=self._defer_sets,
         )
 
-    def _drain(self, link: m.ReceiverLink, transport: ReceiverTransport, version: int) -> None:
+    def _drain(
+        self,
+        coalescer: Coalescer,
+        manifest: Manifest,
+        link: m.ReceiverLink,
+        transport: ReceiverTransport,
+        names: tuple[str, ...],
+    ) -> None:
         """Move one link's chunks into the coalescer."""
-        assert self._coalescer is not None and self._manifest is not None
-        coalescer = self._coalescer
         try:
-            for chunk in transport.receive(Transfer(version=version, manifest=self._manifest, names=link.names)):
-                coalescer.put(chunk)
+            transfer = Transfer(version=coalescer.version, manifest=manifest, names=names)
+            for chunk in transport.receive(transfer):
+                coalescer.put(chunk if self._boxes is None else self._boxes.adopt(chunk))
             self._arrived = time.monotonic()
             coalescer.producer_done()
         except WeightSyncError as error:
@@ -282,7 +377,10 @@ class ReceiverRank:
         arrived = self._arrived if all(work.is_done(0) for work in self._receiving) else time.monotonic()
         return m.Vote(
             nbytes=self._coalescer.nbytes,
-            content_digests={link.plan.id: found.get(link.plan.sender, 0) for link, _ in self._links},
+            content_digests={
+                link.plan.content_id(link.receiver[self._rank]): found.get(link.plan.sender, 0)
+                for link, _ in self._links
+            },
             peak_staging_bytes=self._coalescer.peak_staging_bytes,
             began=self._began,
             seconds=arrived - self._began,
@@ -307,13 +405,16 @@ class ReceiverRank:
                 # A loader need not wait; the trainer may write, or what it lent be unmapped, as soon as this is answered.
                 torch.cuda.current_stream(self._device).synchronize()
         self._whole = True
+        if self._live_digests is not None:
+            self._live_digests.note(frozenset(self._coalescer.manifest.all_names))
         return m.Applied(
             vote=self._vote(),
             began=began,
             seconds=time.monotonic() - began,
             reloads=reloads,
-            num_direct=self._direct.num_groups - len(self._direct.reloaded),
+            num_direct=self._coalescer.num_groups - len(self._direct.reloaded),
             reloaded=self._direct.reloaded,
+            num_skipped=len(self._group_table.groups) - self._coalescer.num_groups,
         )
 
     def _commit(self, version: int) -> m.Ok:
@@ -336,7 +437,7 @@ class ReceiverRank:
         self._coalescer = self._next = None
         self._receiving = []
         self.stand_down()
-        self._applied = self._whole = False
+        self._applied = self._whole = self._holds = False
 
     def _drop_links(self) -> None:
         self.poisoned = self.poisoned or self._applied  # applied but never committed
@@ -348,6 +449,6 @@ class ReceiverRank:
             self._connecting = None
         for _, transport in self._links:
             transport.close()
-        self._links = []
+        self._links, self._part = [], None
         if self._direct is not None:
             self._direct.forget_links()

@@ -24,6 +24,10 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
         "weightsync.transports.broadcast:BroadcastSender",
         "weightsync.transports.broadcast:BroadcastReceiver",
     ),
+    "sharded_rdt": (
+        "weightsync.transports.sharded_rdt:ShardedRdtSender",
+        "weightsync.transports.sharded_rdt:ShardedRdtReceiver",
+    ),
 }
 _registered: dict[str, tuple[type[SenderTransport], type[ReceiverTransport]]] = {}
 
@@ -65,6 +69,11 @@ def check_transport(name: str) -> None:
         raise ConfigError(
             f"transport: unknown transport {name!r}; known: auto, {', '.join(transport_names())}", key="transport"
         )
+
+
+def takes_shards(name: str) -> bool:
+    """Whether the transport of this name takes shards; "auto" chooses none that does."""
+    return name != "auto" and transport_classes(name)[0].takes_shards
 
 
 def transport_classes(name: str) -> tuple[type[SenderTransport], type[ReceiverTransport]]:

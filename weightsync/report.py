@@ -24,6 +24,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     """Module groups that were loaded by copies (SyncConfig.direct_apply)."""
     reloaded: dict[str, str] = {}
     """The groups that were loaded by the engine's loader: key -> why."""
+    num_skipped: int = 0
+    """Module groups that had not changed and stayed as they were (SyncConfig.skip_unchanged)."""
 
 
 class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +56,7 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
     sender: str
     receivers: tuple[str, ...]
     nbytes: int
-    """What goes over it, to each receiver."""
+    """What goes over it, to each receiver, where nothing is left out."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +110,7 @@ class EngineProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     nbytes: int
     of_nbytes: int
-    """What comes to all its ranks, where each gets the whole model."""
+    """What comes to all its ranks, where each gets all that is sent."""
     groups: int
     """Module groups that are whole on every rank."""
     num_groups: int
@@ -149,6 +151,11 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     total_values: int
     changed_values: int | None = None
     """Values that differ from the update before; None unless counted (SyncConfig.count_changed_values)."""
+    num_skipped: int = 0
+    """Module groups that had not changed and were neither moved nor applied (SyncConfig.skip_unchanged); the most of any
+    engine rank."""
+    skipped_bytes: int = 0
+    """Bytes of the tensors that were not moved, each once."""
     poisoned: dict[str, str] = {}
     """Engines whose apply failed, with the error; they hold mixed weights until a whole update succeeds."""
     failed_attempts: tuple[str, ...] = ()
@@ -171,6 +178,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
             for what, count in (
                 ("names feed nothing", max((len(load.unmapped) for load in self.load), default=0)),
                 ("parameters written in part", max((len(load.partial) for load in self.load), default=0)),
+                ("module groups unchanged and left out", self.num_skipped),
                 ("engines poisoned", len(self.poisoned)),
                 ("engines lost", len(self.lost)),
                 ("engines joined", len(self.joined)),

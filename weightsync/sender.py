@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,20 @@ from weightsync import messages as m
 from weightsync.background import Background
 from weightsync.config import SyncConfig
 from weightsync.doctor.look import look
-from weightsync.errors import ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
+from weightsync.errors import ConfigError, ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.fanout import LockStep
 from weightsync.fence import Fence
 from weightsync.identity import identify, on_device
 from weightsync.interfaces import LinkContext, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import Manifest, TensorMeta
+from weightsync.orders import Orders
+from weightsync.plan import may_take_shards
 from weightsync.registry import transport_classes
 from weightsync.source import TrainerSource
+from weightsync.unchanged import SourceDigests, from_bits, without
 
 
-def link_context(plan: m.LinkPlan, config: SyncConfig, *, device: str) -> LinkContext:
+def link_context(plan: m.LinkPlan, config: SyncConfig, *, device: str, orders: Orders | None = None) -> LinkContext:
     return LinkContext(
         sender=plan.sender,
         num_receivers=plan.num_receivers,
@@ -37,6 +40,9 @@ def link_context(plan: m.LinkPlan, config: SyncConfig, *, device: str) -> LinkCo
         gpu_bucket_bytes=config.gpu_bucket,
         device=device,
         gpus=plan.gpus,
+        helpers=plan.helpers,
+        orders=orders,
+        min_bytes_per_s=config.min_bandwidth,
     )
 
 
@@ -58,11 +64,15 @@ class SenderRank:
         self._names: tuple[str, ...] = ()
         self._held: list[tuple[TensorMeta, torch.Tensor]] | None = None
         """What the update under way sends, where it all exists."""
+        self._digests = SourceDigests()
         self._ready = False
         """The weights were looked through, and nobody can have changed them since."""
         self._links: dict[int, SenderTransport] = {}
         self._unconnected: list[SenderTransport] = []
         self._plans: dict[int, m.LinkPlan] = {}
+        self._shards: dict[int, tuple[str, ...]] = {}
+        """Of the links that take shards, by id, the tensors of which they take some."""
+        self._gathers = True
         self._work: Background[m.Ok | m.Sent] | None = None
         self._progress = 0
         self._doing = ""
@@ -95,6 +105,7 @@ class SenderRank:
                     manifest=manifest,
                     version=self._version,
                     epoch=self.fence.epoch,
+                    holdings=self._source.holdings() if may_take_shards(self._config) else None,
                 )
             case m.OpenSender():
                 return self._open(request)
@@ -110,6 +121,7 @@ class SenderRank:
                 for transport in self._links.values():
                     transport.finish()
                 self._version = request.version
+                self._digests.commit(request.version)
                 return m.Ok()
             case m.Abort():
                 self._drop_links(request.links)
@@ -131,21 +143,33 @@ class SenderRank:
     def _open(self, request: m.OpenSender) -> m.SenderOpened:
         if not request.keep:
             self._drop_links(None)
-        self._manifest, self._names = request.manifest, request.names
+        self._manifest, self._names, self._gathers = request.manifest, request.names, request.gathers
         assert self._source is not None
-        metas = tuple(self._manifest.by_name[name] for name in self._names)
         held = list(self._source.tensors(self._manifest, self._names)) if self._source.held else []
         opened = []
+        if request.orders and request.gathers and self._source.makes:
+            raise ConfigError(
+                "the source makes its tensors as it goes and is read once an update, for whole tensors or for shards: let it "
+                "yield a module, a mapping or a list, or use one transport for all pairs",
+                key="source",
+            )
         for plan in request.links:
-            context = link_context(plan, self._config, device=str(self._source.device))
+            metas = tuple(self._manifest.by_name[name] for name in self._names)
+            orders = request.orders.get(plan.id)
+            context = link_context(plan, self._config, device=str(self._source.device), orders=orders)
             transport = transport_classes(plan.transport)[0](context)
             self._links[plan.id], self._plans[plan.id] = transport, plan
-            if self._source.held:
+            if orders is not None:
+                self._shards[plan.id] = orders.names
+                metas = tuple(self._manifest.by_name[name] for name in orders.names)
+            elif self._source.held:
                 transport.look(held)
-            opened.append((transport.open(metas), transport.stable()))
+            opened.append((transport.open(metas), transport.stable(), transport.describe()))
             self._unconnected.append(transport)
         return m.SenderOpened(
-            addresses=tuple(address for address, _ in opened), stable=tuple(stable for _, stable in opened)
+            addresses=tuple(address for address, _, _ in opened),
+            stable=tuple(stable for _, stable, _ in opened),
+            details=tuple(details for _, _, details in opened),
         )
 
     def _connect(self) -> m.Ok:
@@ -169,6 +193,7 @@ class SenderRank:
             epoch=self.fence.epoch,
             manifest_digest=self._manifest.digest,
             plan_digest=m.plan_digest(self._plans.values()),
+            changed=self._digests.changed(self._manifest, request.since) if not self._shards else None,
         )
 
     def _look_through(self, source: TrainerSource, manifest: Manifest) -> None:
@@ -176,14 +201,21 @@ class SenderRank:
         if source.device.type == "cuda":
             torch.cuda.synchronize(source.device)  # what the trainer computed, on whichever stream
         source.check(manifest, self._names, self._give_head_start)
+        if self._config.skip_unchanged:
+            self._digests.read(manifest, frozenset(self._names), source.parts())
         self._held = list(source.tensors(manifest, self._names)) if source.held else None
-        if self._held is not None:
-            for transport in self._links.values():
-                transport.begin(self._held)
+        if self._held is not None and not self._config.skip_unchanged:
+            self._begin(self._held, self._links)
 
     def _give_head_start(self, held: Mapping[str, torch.Tensor]) -> None:
-        for transport in self._links.values():
-            transport.head_start(held)
+        for id, transport in self._links.items():
+            if id not in self._shards and not self._config.skip_unchanged:  # what will be sent is known later
+                transport.head_start(held)
+
+    def _begin(self, held: list[tuple[TensorMeta, torch.Tensor]], ids: Iterable[int]) -> None:
+        for id in ids:
+            if id not in self._shards:
+                self._links[id].begin(held)
 
     def get_ready(self) -> None:
         """Look through the weights ahead of `Prepare`; until that comes, or `stand_down`, they must stay as they are.
@@ -204,30 +236,61 @@ class SenderRank:
         assert self._source is not None and self._manifest is not None
         began = time.monotonic()
         held, self._held = self._held, None
-        transfer = Transfer(version=request.version, manifest=self._manifest, names=self._names, held=held is not None)
-        source = self._source.tensors(self._manifest, self._names) if held is None else iter(held)
+        left_out = from_bits(self._manifest, request.left_out)
+        names = tuple(name for name in self._names if name not in left_out)
+        ids = self._links.keys() if request.links is None else request.links
+        links = {id: self._links[id] for id in ids if id in self._links} if names or not left_out else {}
+        transfer = Transfer(
+            version=request.version,
+            manifest=without(self._manifest, left_out) if left_out else self._manifest,
+            names=names,
+            held=held is not None,
+        )
+        if held is None:
+            source = self._source.tensors(self._manifest, self._names, left_out=left_out)
+        else:
+            held = [(meta, tensor) for meta, tensor in held if meta.name not in left_out] if left_out else held
+            if self._config.skip_unchanged:
+                self._begin(held, links)
+            source = iter(held)
         del held
         tensors = self._counted(source)
-        ids = self._links.keys() if request.links is None else request.links
-        links = {id: self._links[id] for id in ids if id in self._links}
+        sharded = [id for id in links if id in self._shards]
+        gathers = len(sharded) < len(links) or (request.links is None and self._gathers)
+        shards = self._counted(self._own_shards(sharded))
         try:
             if len(links) == 1:
-                stats = {id: link.send(transfer, tensors) for id, link in links.items()}
+                stats = {id: link.send(transfer, shards if sharded else tensors) for id, link in links.items()}
             else:
-                items = LockStep(tensors, len(links), timeout_s=self._config.timeout_s)
-                stats = self._send_over_all(links, transfer, items)
+                whole = LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s)
+                own = LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)
+                stats = self._send_over_all(links, transfer, {id: own if id in sharded else whole for id in links})
         finally:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
-            for _ in tensors:
+            for _ in tensors if gathers else ():
                 pass
-        first = next(iter(stats.values()), TransferStats())
+        nothing = TransferStats(changed_values=0 if self._config.count_changed_values and left_out else None)
+        first = next(iter(stats.values()), nothing)
         return m.Sent(
             nbytes=first.nbytes,
-            content_digests={id: part.content_digest for id, part in stats.items()},
+            content_digests={key: digest for id, part in stats.items() for key, digest in self._contents(id, part)},
             changed_values=first.changed_values,
             began=began,
             seconds=time.monotonic() - began,
         )
+
+    def _contents(self, id: int, stats: TransferStats) -> Iterator[tuple[int, int]]:
+        """(id, digest) of what receivers of a link have to hold."""
+        plan = self._plans[id]
+        for i, digest in enumerate(stats.content_digests or (stats.content_digest,)):
+            yield plan.content_id(i), digest
+
+    def _own_shards(self, ids: Sequence[int]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """This rank's own parts of what these links take shards of."""
+        if ids:
+            assert self._source is not None and self._manifest is not None
+            names = dict.fromkeys(name for id in ids for name in self._shards[id])
+            yield from self._source.shards(self._manifest, tuple(names))
 
     def _counted(self, tensors: Iterator[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         self._doing = "waits for its source"
@@ -239,10 +302,13 @@ class SenderRank:
         self._doing = "waits for receivers to take the last bytes"
 
     def _send_over_all(
-        self, links: dict[int, SenderTransport], transfer: Transfer, items: LockStep[Any]
+        self,
+        links: dict[int, SenderTransport],
+        transfer: Transfer,
+        items: Mapping[int, LockStep[Any]],
     ) -> dict[int, TransferStats]:
         works = {
-            id: Background(lambda t=transport: t.send(transfer, iter(items)), name=f"send-{transport.name}")  # type: ignore[misc]
+            id: Background(lambda t=transport, of=items[id]: t.send(transfer, iter(of)), name=f"send-{transport.name}")  # type: ignore[misc]
             for id, transport in links.items()
         }
         culprit = None
@@ -251,7 +317,8 @@ class SenderRank:
                 culprit = failed[0]
                 for transport in links.values():
                     transport.abort()
-                items.abort(TransportError("another link of this trainer broke"))
+                for of_links in set(items.values()):
+                    of_links.abort(TransportError("another link of this trainer broke"))
         if culprit is not None:
             culprit.result()
         return {id: work.result() for id, work in works.items()}
@@ -272,6 +339,7 @@ class SenderRank:
         """Break some links, or all (None); nothing is sent while they break."""
         links = {id: link for id, link in self._links.items() if ids is None or id in ids}
         self._held, self._ready = None, False
+        self._digests.forget()
         for transport in links.values():
             transport.abort()
         if self._work is not None and self._work.join(self._config.timeout_s):
@@ -279,6 +347,7 @@ class SenderRank:
         for id, transport in links.items():
             transport.close()
             del self._links[id], self._plans[id]
+            self._shards.pop(id, None)
         self._unconnected = [link for link in self._unconnected if link in self._links.values()]
         if not self._links:
             self._manifest = None

@@ -36,6 +36,7 @@ from weightsync.links import Links
 from weightsync.members import Engine, Members
 from weightsync.report import Attempt, Progress, UpdateReport
 from weightsync.summary import summarize
+from weightsync.unchanged import LeavingOut
 from weightsync.update import UpdateMachine
 from weightsync.versions import VersionLog
 
@@ -54,7 +55,10 @@ class Session:
         self._members = Members(self._calls, fleet, config)
         self._links = Links(self._calls, config)
         self._content: dict[tuple[int, str], int] = {}
-        """(trainer, transport) -> content digest of the committed version."""
+        """(trainer, transport or what was taken of its shards) -> content digest of the committed version."""
+        self._leaving_out: LeavingOut | None = None
+        self._uniform: tuple[int, int] | None = None
+        """The (version, epoch) that an update has brought to everybody, without a failure."""
         self._linked = False
         self._flight = Flight()
         self.version = 0
@@ -101,6 +105,9 @@ class Session:
         )
         for party in parties:
             self.engines[party].linked = True
+        if self._config.skip_unchanged:
+            groups = (rank.groups for engine in self.engines.values() for rank in engine.ranks)
+            self._leaving_out = LeavingOut(self._members.manifest, groups)
         return ids
 
     # ---- updating -----------------------------------------------------------------------------------------------
@@ -170,7 +177,7 @@ class Session:
         if connected > 0.001:
             phases["connect"] = connected
         joining = tuple(party for party, engine in self.engines.items() if not engine.admitted and self.version)
-        machine = self._machine(max(self.version, self._log.decided) + 1, list(self.engines))
+        machine = self._machine(max(self.version, self._log.decided) + 1, list(self.engines), since=self._since())
         self._linked = False  # unless all goes well
         self._drive(machine, connect_s=connected)
         self._linked = machine.error is None and not machine.poisoned
@@ -197,6 +204,7 @@ class Session:
         *,
         links: tuple[int, ...] | None = None,
         expected: Mapping[int, int] | None = None,
+        since: int = 0,
     ) -> UpdateMachine:
         members = self._members
         senders = {self._links.plan(id).sender for id in links} if links is not None else range(len(members.trainers))
@@ -211,22 +219,39 @@ class Session:
             plan_digests=self._links.digests(members.trainers, engines),
             links=links,
             expected=expected,
+            since=since,
+            leaving_out=self._leaving_out,
         )
+
+    def _since(self) -> int:
+        """The version since which only what has changed must be sent; 0 where a party may not hold it: it is late, was
+        poisoned, or an update failed."""
+        if not self._config.skip_unchanged:
+            return 0
+        all_admitted = all(engine.admitted and not engine.poisoned for engine in self.engines.values())
+        return self.version if all_admitted and self._uniform == (self.version, self.epoch) else 0
 
     def _note_outcome(self, machine: UpdateMachine) -> None:
         self._members.note(machine, is_new=machine.version > self.version)
+        self._uniform = (machine.version, self.epoch) if machine.error is None and not machine.poisoned else None
         if machine.phase == "failed":
             return
+        if machine.version > self.version:
+            self._content.clear()
         self.version = machine.version
         with contextlib.suppress(WeightSyncError):  # the decision is on disk, which is all that matters after a crash
             self._write("commit", self.version)
+        if machine.left_out:  # there is none of the whole
+            return
+        contents = self._links.contents(self._links.ids)
         for sent in machine.sent.values():
-            for id, digest in sent.content_digests.items():
-                plan = self._links.plan(id)
-                self._content[plan.sender, plan.transport] = digest
+            self._content.update({contents[id]: digest for id, digest in sent.content_digests.items()})
 
     def _staged(self, engines: list[str]) -> bool:
-        needed = sum(aligned(meta.nbytes) for meta in self._members.manifest.tensors)
+        needed = self._links.staging_bytes(
+            {party: self.engines[party].ranks for party in engines},
+            sum(aligned(meta.nbytes) for meta in self._members.manifest.tensors),
+        )
         fits = self._links.stable(engines) or needed <= self._config.staging_limit
         if self._config.apply == "staged" and not fits:
             raise StagingLimitError(
@@ -294,11 +319,9 @@ class Session:
         except WeightSyncError:
             self._linked = False  # the trainers may hold links that lead nowhere
             raise
-        plans = [self._links.plan(id) for id in links]
-        expected = {
-            p.id: self._content[p.sender, p.transport] for p in plans if (p.sender, p.transport) in self._content
-        }
-        if len(expected) < len(links):  # nothing was ever sent that way, so there is nothing to compare with
+        contents = self._links.contents(links)
+        expected = {id: self._content[content] for id, content in contents.items() if content in self._content}
+        if len(expected) < len(contents):  # nothing was ever sent that way, so there is nothing to compare with
             return None
         machine = self._machine(self.version, [party], links=links, expected=expected)
         self._drive(machine)
@@ -358,6 +381,7 @@ class Session:
             "admitted": [party for party, engine in self.engines.items() if engine.admitted],
             "poisoned": {party: engine.poisoned for party, engine in self.engines.items() if engine.poisoned},
             "transports": self._links.transports(),
+            "transport_details": self._links.details(),
             "tensors": len(self._members.manifest.tensors),
             "nbytes": self._members.manifest.nbytes,
             "unmapped": {load.rank: load.unmapped for load in loads},

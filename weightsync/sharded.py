@@ -58,6 +58,11 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
     return _local(tensor) if whole else tensor
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of *tensor*, as `own_part` gave it, lies on this rank: the tensor itself where it is not sharded."""
+    return _local(tensor) if is_sharded(tensor) else tensor
+
+
 def tie_key(tensor: DTensor) -> tuple[object, ...]:
     """Equal for two DTensors over the same memory, while both live; also where this rank's part is empty."""
     local = _local(tensor)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from weightsync.errors import ConfigError, ManifestError, WeightSyncError
+from weightsync.holdings import Holdings
 from weightsync.manifest import Manifest, TensorMeta, TieFinder
 from weightsync.module_tensors import module_tensors, plain_table
-from weightsync.sharded import check_gatherable, gather, has_sharded, is_sharded, no_data, own_part, release, tie_key
+from weightsync.sharded import (
+    check_gatherable,
+    gather,
+    has_sharded,
+    is_sharded,
+    local_part,
+    no_data,
+    own_part,
+    release,
+    tie_key,
+)
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
@@ -64,6 +75,11 @@ class TrainerSource:
         They then stay as they are until the trainer changes them; else each is gone when the next is asked for.
         """
         return self._held
+
+    @property
+    def makes(self) -> bool:
+        """Whether, when last looked at, it made its tensors as they were asked for."""
+        return not (self._held or self._sharded)
 
     @property
     def device(self) -> torch.device:
@@ -127,10 +143,16 @@ class TrainerSource:
             self._compare(manifest, names, held)
             self._checked = _Checked(manifest, names, held)
 
-    def tensors(self, manifest: Manifest, names: tuple[str, ...]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+    def parts(self) -> Mapping[str, torch.Tensor] | None:
+        """What the last `check` saw, by name, until `tensors` is asked for it; None where tensors are made as they go."""
+        return self._checked.tensors if self._checked is not None else None
+
+    def tensors(
+        self, manifest: Manifest, names: tuple[str, ...], *, left_out: Container[str] = frozenset()
+    ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """The tensors called *names*: in that order where they are `held`, else as they are made or gathered.
 
-        Ties in *manifest* come once. To be iterated to its end on every rank, whatever happens: other ranks may wait
+        Those *left_out*, the same on every rank, are not gathered. Ties in *manifest* come once. To be iterated to its end on every rank, whatever happens: other ranks may wait
         for this one's part in what is made or gathered. A tensor that was gathered is emptied when the next one is
         asked for.
 
@@ -155,21 +177,51 @@ class TrainerSource:
                     raise
                 names, failure = (), error
         if self._sharded:
-            yield from self._gathered(manifest, names, held)
+            yield from self._gathered(manifest, names, held, left_out)
         else:
             for name in names:
-                yield manifest.by_name[name], held[name]
+                if name not in left_out:
+                    yield manifest.by_name[name], held[name]
         if failure is not None:
             raise failure
 
+    def holdings(self) -> Holdings:
+        """What this rank holds of every tensor, as it lies. Where making the pairs is collective, so is this.
+
+        Raises:
+            ManifestError: naming a tensor whose values no rank has.
+        """
+        return Holdings.of(self._look()[0])
+
+    def shards(self, manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """This rank's own parts of the tensors called *names*, as they lie: in that order, or as they are made. Gathers
+        nothing; where making the pairs is collective, it is to be iterated to its end on every rank.
+
+        Raises:
+            ManifestError: a tensor is gone, or is not as it was announced.
+        """
+        known, wanted = self._know(manifest), set(names)
+        pairs, lazy = self._look()
+        if not lazy:
+            held = {manifest.aliases.get(name, name): (name, tensor) for name, tensor in reversed(list(pairs))}
+            if gone := next((name for name in names if name not in held), None):
+                raise ManifestError(f"the trainer no longer has {manifest.by_name[gone]}; connect again", name=gone)
+            pairs = (held[name] for name in names)
+        for name, tensor in pairs:
+            if not _fits(known.get(name), tensor):
+                raise self._misfit(known.get(name), name, tensor)
+            meta = known[name].meta
+            if meta.name in wanted:
+                yield meta, local_part(tensor)
+
     def _gathered(
-        self, manifest: Manifest, names: tuple[str, ...], held: Mapping[str, torch.Tensor]
+        self, manifest: Manifest, names: tuple[str, ...], held: Mapping[str, torch.Tensor], left_out: Container[str]
     ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        """Gather all that is held, in the manifest's order; yields *names* of it."""
+        """Gather all that is held and not *left_out*, in the manifest's order; yields *names* of it."""
         wanted = set(names)
         for meta in manifest.tensors:
             tensor = held.get(meta.name)
-            if tensor is not None:
+            if tensor is not None and meta.name not in left_out:
                 yield from _whole(meta, tensor, is_wanted=meta.name in wanted)
 
     def _made(

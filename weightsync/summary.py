@@ -55,6 +55,7 @@ def summarize(
                     reloads=rank.reloads,
                     num_direct=rank.num_direct,
                     reloaded=rank.reloaded,
+                    num_skipped=rank.num_skipped,
                 )
             )
     changed = [sent.changed_values for sent in machine.sent.values()]
@@ -71,6 +72,8 @@ def summarize(
         load=tuple(rank.load for party, ranks in engines.items() if party in machine.applied for rank in ranks),
         total_values=sum(meta.numel for meta in manifest.tensors),
         changed_values=None if any(c is None for c in changed) else sum(c for c in changed if c is not None),
+        num_skipped=max((rank.num_skipped for ranks in machine.applied.values() for rank in ranks), default=0),
+        skipped_bytes=machine.left_out_bytes,
         poisoned={engine: str(error) for engine, error in machine.poisoned.items()},
         joined=tuple(party for party in joined if party in committed),
     )

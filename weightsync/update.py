@@ -24,6 +24,7 @@ from weightsync.errors import (
     UpdateTimeoutError,
     WeightSyncError,
 )
+from weightsync.unchanged import LeavingOut
 
 POLL_S = 0.02  # how long a party may hold an answer back while nothing happens
 
@@ -65,6 +66,8 @@ class UpdateMachine:
         plan_digests: Mapping[str, str],
         links: tuple[int, ...] | None = None,
         expected: Mapping[int, int] | None = None,
+        since: int = 0,
+        leaving_out: LeavingOut | None = None,
     ) -> None:
         """An update of all *engines* to *version*.
 
@@ -73,6 +76,8 @@ class UpdateMachine:
             links: the trainers send over these only; None: over all.
             expected: link -> content digest. The update then brings late engines to a version that the trainers have
                 already: what they send must be that version's content.
+            since, leaving_out: what has not changed since this version, which everybody should hold, is not sent; 0, None:
+                all is.
         """
         self.version = version
         self.phase = Phase.PREPARE
@@ -91,6 +96,13 @@ class UpdateMachine:
         self.staged = staged
         self._timeout_s = timeout_s
         self._plan_digests, self._links, self._expected = plan_digests, links, expected
+        self._since_version, self._leaving_out = since, leaving_out
+        self._changed: dict[str, bytes] = {}
+        """Per trainer, what differs from that version."""
+        self._holders: set[str] = set()
+        """Engines that hold it."""
+        self.left_out, self.left_out_bytes = b"", 0
+        """What is not sent; known from the transfer on."""
         self._lost: set[str] = set()
         """Parties that cannot be reached; the silent among them are still told to abort."""
         self._silent: set[str] = set()
@@ -132,7 +144,7 @@ class UpdateMachine:
 
     def start(self, now: float) -> list[Command]:
         self._entered = now
-        prepare = m.Prepare(version=self.version, staged=self.staged)
+        prepare = m.Prepare(version=self.version, staged=self.staged, since=self._since_version)
         return self._ask_all((*self._trainers, *self._engines), prepare, now)
 
     def on_reply(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
@@ -231,6 +243,10 @@ class UpdateMachine:
             if reply.version >= self.version and (party in self._engines or self._expected is None):
                 text = f"{rank} is at version {reply.version} already, the update is to {self.version}"
                 return self._on_failure(party, AgreementError(text, rank=rank, field="version"), now)
+            if reply.changed is not None:
+                self._changed[party] = reply.changed
+        if all(isinstance(reply, m.Prepared) and reply.holds and not reply.poisoned for reply in replies):
+            self._holders.add(party)
         return self._done(party, now)
 
     def _on_transfer(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
@@ -264,11 +280,12 @@ class UpdateMachine:
         match self.phase:
             case Phase.PREPARE:
                 self._enter(Phase.TRANSFER, now)
+                self._leave_out()
                 # Engines first: a receiver that listens never keeps a sender waiting.
-                engines = m.Transfer(version=self.version, wait_s=POLL_S, apply=not self.staged)
+                engines = m.Transfer(version=self.version, wait_s=POLL_S, apply=not self.staged, left_out=self.left_out)
                 if not self.staged:
                     self._applying.update(self._engines)
-                trainers = m.Transfer(version=self.version, wait_s=POLL_S, links=self._links)
+                trainers = m.Transfer(version=self.version, wait_s=POLL_S, links=self._links, left_out=self.left_out)
                 return self._ask_all(self._engines, engines, now) + self._ask_all(self._trainers, trainers, now)
             case Phase.TRANSFER:
                 error = self._compare_digests()
@@ -286,6 +303,12 @@ class UpdateMachine:
             case Phase.ABORT:
                 self._enter(Phase.FAILED, now)
         return []
+
+    def _leave_out(self) -> None:
+        """Where everybody is known to hold the version before: what has not changed since."""
+        known = self._changed.keys() == self._trainers.keys() and self._holders >= self._engines.keys()
+        if known and self._leaving_out is not None:
+            self.left_out, self.left_out_bytes = self._leaving_out.choose(self._changed.values())
 
     def _compare_digests(self) -> WeightSyncError | None:
         """Whether every rank holds what was sent over its links, and, for a late engine, what was meant to be."""

@@ -5,6 +5,7 @@ Run by test_cluster.py in a process of its own, since a process has one Ray.
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from typing import Any
@@ -56,6 +57,21 @@ def failure_of(sync: ws.WeightSync) -> ws.WeightSyncError:
     raise AssertionError("the loss of a node went unnoticed")
 
 
+def pull_slices(trainer: Any, near: Any, other: Any) -> None:
+    """An engine on another node has its slices pulled by a sidecar there."""
+    rules = [{"use": "shared_memory", "same_node": True}, {"use": "sharded_rdt"}]
+    config = {"transport": rules, "timeout_s": 60}
+    with ws.connect(trainers=[trainer], engines=[near, other], source="model", target="model", config=config) as sync:
+        report = sync.update()
+        assert same(trainer, near, other)
+        assert list(report.transports.values()) == ["shared_memory", "sharded_rdt"], report.transports
+        (said,) = sync.status()["transport_details"].values()
+        assert said.startswith("NIXL over UCX ("), said
+        places = {row["name"].split(" ")[3] for row in ray.util.list_named_actors(True) if "sidecar" in row["name"]}
+        assert places == {"trainer", "engine"}, places
+    print("slices cross nodes", flush=True)
+
+
 def main() -> None:
     cluster = Cluster(
         initialize_head=True,
@@ -67,6 +83,8 @@ def main() -> None:
     trainer, near, lost = start(1, cluster.head_node), start(2, cluster.head_node), start(3, far)
     rules = [{"use": "shared_memory", "same_node": True}, {"use": "broadcast"}]
     config = {"transport": rules, "timeout_s": 20}
+    if importlib.util.find_spec("nixl_cu12") is not None:
+        pull_slices(trainer, near, lost)
     with ws.connect(trainers=[trainer], engines=[near, lost], source="source", target="model", config=config) as sync:
         report = sync.update()
         assert same(trainer, near, lost)

@@ -45,6 +45,10 @@ class Model:
     def change(self, seed: int) -> None:
         self.model.load_state_dict(make_model(seed).state_dict())
 
+    def change_last(self) -> None:
+        with torch.no_grad():
+            self.model[2].bias.add_(1)  # type: ignore[index]
+
     def drop_last_layer(self) -> None:
         del self.model[2]  # type: ignore[operator]
 
@@ -101,6 +105,26 @@ def weights_of(*actors: Any) -> list[dict[str, torch.Tensor]]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+def test_only_what_changed_is_moved(apply: str, trainer: Any, engines: list[Any]) -> None:
+    with ws.connect(
+        trainers=[trainer],
+        engines=engines,
+        source="model",
+        target="model",
+        config={"skip_unchanged": True, "apply": apply, "timeout_s": 30},
+    ) as sync:
+        assert sync.update().num_skipped == 0
+        ray.get(trainer.change_last.remote())
+        report = sync.update()
+        assert (report.num_skipped, report.skipped_bytes) == (1, 4 * (16 * 32 + 32))
+        assert all(same(found, weights_of(trainer)[0]) for found in weights_of(*engines))
+        assert (sync.update().skipped_bytes, sync.version) == (report.nbytes, report.version + 1)
+        ray.get(engines[1].change.remote(5))
+        assert sync.update().num_skipped == 0, "an engine has lost the version"
+        assert all(same(found, weights_of(trainer)[0]) for found in weights_of(*engines))
 
 
 @pytest.mark.parametrize("transport", ["auto", "shared_memory", "broadcast"])
@@ -223,7 +247,7 @@ def test_trainers_that_disagree_on_a_tensor_are_refused(trainer: Any, engine: An
         (
             {"config": {"transport": "carrier_pigeon"}},
             ws.ConfigError,
-            "known: auto, broadcast, cuda_ipc, shared_memory",
+            "known: auto, broadcast, cuda_ipc, sharded_rdt, shared_memory",
         ),
         ({"config": {"bucket_byte": 3}}, ws.ConfigError, "did you mean 'bucket_bytes'"),
         ({"config": {"wire_dtype": {"*": "bflot16"}}}, ws.ConfigError, "bflot16"),

@@ -17,12 +17,15 @@ import ray
 import torch
 
 import weightsync as ws
+from weightsync.chunk import ALIGNMENT_BYTES
 from weightsync.geometry import coverage
 from weightsync.loadmap import LoadMap
+from weightsync.needs import Needs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPTS = [[5, 9, 200, 17, 33, 2], [1, 2, 3, 4], [77] * 20]
+NUM_SHARDS = 4
 LONG_PROMPT = [1 + i % 200 for i in range(70)]
 """Longer than two blocks of the cache."""
 EXTENSION = {
@@ -48,6 +51,37 @@ class Trainer:
         for name, tensor in self.weights.items():
             time.sleep(self.delay_s)
             yield name, tensor
+
+
+class ShardedTrainer:
+    """One of four FSDP2 ranks."""
+
+    def __init__(self, rank: int, folder: str, store: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo", init_method=f"file://{store}/ranks", rank=rank, world_size=NUM_SHARDS)
+        self.model = Tensors(torch.load(Path(folder) / "memory.pt"))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (NUM_SHARDS,)))
+
+    def load(self, folder: str) -> None:
+        """Every rank its own part."""
+        from torch.distributed.tensor import distribute_tensor
+
+        weights = torch.load(Path(folder) / "memory.pt")
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                of: Any = parameter
+                of.copy_(distribute_tensor(weights[name], of.device_mesh, of.placements))
+
+    def never_gather(self) -> None:
+        from torch.distributed.tensor import DTensor
+
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("a whole tensor was gathered")
+
+        DTensor.full_tensor = refuse  # type: ignore[assignment, method-assign]
 
 
 class Engine:
@@ -189,6 +223,51 @@ def test_two_tensor_parallel_ranks_equal_a_fresh_engine_and_get_their_own_slices
             assert coverage(meta.numel, [*parts[0], *parts[1]]).exact, f"the halves of {meta.name} are different ones"
     for rank in ranks:
         assert all(found.exact for found in rank.coverage().values())
+
+
+def pulled() -> dict[str, int]:
+    """Rank -> bytes that its sidecar has read over NIXL."""
+    names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True) if "sidecar of" in row["name"]]
+    asked = {
+        name.split(" of ")[1].rpartition(" ")[0]: ray.get_actor(name, namespace="weightsync").nbytes_pulled.remote()
+        for name in names
+    }
+    return {rank: ray.get(ref) for rank, ref in asked.items()}
+
+
+def test_two_replicas_of_two_ranks_pull_their_own_slices_from_four_fsdp_ranks(
+    moe: tuple[Path, Path], tp_engines: list[Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("nixl", reason='needs NIXL: pip install "weightsync[rdt]"')
+    # Each engine is a fresh one of its folder's weights until it gets others.
+    wanted = dict(zip(moe, ray.get([engine.outputs.remote() for engine in tp_engines]), strict=True))
+    trainers = [
+        ray.remote(ShardedTrainer).options(num_cpus=0.1).remote(rank, str(moe[0]), str(tmp_path))
+        for rank in range(NUM_SHARDS)
+    ]
+    ray.get([trainer.never_gather.remote() for trainer in trainers])
+    config = {"transport": "sharded_rdt", "bucket_bytes": "64KiB", "timeout_s": 60}
+    with ws.connect(trainers=trainers, engines=tp_engines, source="model", target="llm", config=config) as sync:
+        for folder in (moe[1], moe[0]):
+            ray.get([trainer.load.remote(str(folder)) for trainer in trainers])
+            before = pulled()
+            report = sync.update()
+            moved = {rank: nbytes - before[rank] for rank, nbytes in pulled().items()}
+            assert [ray.get(engine.outputs.remote()) for engine in tp_engines] == [wanted[folder]] * 2
+        assert set(report.transports.values()) == {"sharded_rdt"}
+    manifest = ws.Manifest.from_tensors(torch.load(moe[0] / "memory.pt"))
+    maps = ray.get(tp_engines[0].load_maps.remote(msgspec.msgpack.encode(manifest)))
+    rows = {row.rank: row for row in report.ranks}
+    for i, encoded in enumerate(maps):
+        needs = Needs.of(msgspec.msgpack.decode(encoded, type=LoadMap), manifest)
+        slices = needs.nbytes(manifest)
+        num_pulls = NUM_SHARDS * sum(map(len, needs.boxes.values()))
+        for rank in (f"engine {replica} rank {i}" for replica in range(2)):
+            assert rows[rank].nbytes == slices
+            assert slices <= moved[rank] <= slices + num_pulls * ALIGNMENT_BYTES
+            assert rows[rank].peak_staging_bytes < 0.7 * manifest.nbytes
+    for trainer in trainers:
+        ray.kill(trainer)
 
 
 def test_a_rank_that_fails_alone_poisons_its_engine_and_the_retry_is_exact(

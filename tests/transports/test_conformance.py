@@ -45,8 +45,8 @@ class TestBroadcast(TransportSuite):
     transport = "broadcast"
 
 
-TESTED_ELSEWHERE = frozenset({"cuda_ipc"})
-"""On a GPU, in tests/gpu/test_cuda_ipc.py."""
+TESTED_ELSEWHERE = frozenset({"cuda_ipc", "sharded_rdt"})
+"""On a GPU, in tests/gpu/test_cuda_ipc.py; beside Ray, in tests/transports/test_sharded_rdt.py."""
 
 
 def test_every_transport_is_held_to_the_contract() -> None:

@@ -225,6 +225,32 @@ def test_parameters_are_described_once_and_read_in_place(
     assert kinds.count(Segment) == 2  # the parameters, and a stage for the buffers
 
 
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+@pytest.mark.parametrize("digest", [True, False])
+def test_what_has_not_changed_is_left_out_of_sets_and_stages(
+    apply: Any, digest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = shared(1), make(2)
+    messages = told(monkeypatch)
+    config = ws.SyncConfig(transport=NAME, apply=apply, digest=digest, skip_unchanged=True)
+    tensors = {name: t for name, t in trainer.state_dict(keep_vars=True).items() if name != "3.weight"}
+    groups = [[name for name in tensors if name.startswith(key)] for key in "012"]  # "3" is tied to "0"
+    with LocalSync([lambda: trainer], [module_engine(engine)], config) as session:
+        session.update()
+        for step in ((0,), (), (0,), (1, 2), (2,), (0, 1), (0, 1)):
+            for group in step:
+                with torch.no_grad():
+                    tensors[groups[group][0]].add_(1)
+            messages.clear()
+            report = session.update()
+            assert same(trainer, engine)
+            expected = sum(tensors[name].nbytes for group in step for name in groups[group])
+            assert [row.nbytes for row in report.ranks] == [expected] * 2
+            assert report.num_skipped == 3 - len(step)
+            assert bool(messages) == bool(step), "nothing is even said where nothing has changed"
+    assert [type(message) for message in messages].count(Layout) == 0, "the same tensors as before: described once"
+
+
 def test_parameters_that_move_are_described_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, engine = shared(1), make(2)
     messages = told(monkeypatch)

@@ -1,4 +1,5 @@
-"""A plain torch.nn.Module as an engine: names are its state_dict's, and each lands whole where it is called."""
+"""A plain torch.nn.Module as an engine: names are its state_dict's, and each lands whole where it is called; of a DTensor
+the part that lies on this rank."""
 
 from __future__ import annotations
 
@@ -6,14 +7,18 @@ import itertools
 from collections.abc import Iterable
 from functools import cache
 
+import msgspec
 import torch
 
+from weightsync.boxes import Box
 from weightsync.errors import EngineStateError, ManifestError
 from weightsync.geometry import Region
+from weightsync.holdings import Holdings, LocalShard, parts_of
 from weightsync.loadmap import Copy, LoadMap, Target
 from weightsync.manifest import Manifest
 from weightsync.module_tensors import module_tensors, tensor_table
 from weightsync.reachable import reachable_tensors
+from weightsync.sharded import has_sharded, is_sharded, local_part, own_part
 
 
 class TorchModuleAdapter:
@@ -26,24 +31,30 @@ class TorchModuleAdapter:
     def load_map(self, manifest: Manifest) -> LoadMap:
         """The identity over `state_dict()`.
 
-        A name that the module lacks feeds nothing; a tied name feeds every module that holds it.
+        A name that the module lacks feeds nothing; a tied name feeds every module that holds it. A DTensor takes this
+        rank's part of the whole tensor; the ranks of its mesh are engines of their own.
 
         Raises:
             ManifestError: a shape differs.
         """
         targets, copies = [], []
         known = set(manifest.all_names)
-        for path, tensor in self._tensors().items():
+        tensors = self._tensors()
+        for path, tensor in tensors.items():
             module, parameter = _place(path)
-            targets.append(Target(module, parameter, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+            shard = _shard(path, tensor)
+            targets.append(Target(module, parameter, str(tensor.dtype).removeprefix("torch."), shard.shape))
             if path not in known:
                 continue
             meta = manifest.meta_of(path)
             if meta.shape != tuple(tensor.shape):
                 raise ManifestError(f"{meta} does not fit the engine's {list(tensor.shape)}", name=path)
-            region = Region.of(torch.empty(meta.shape, device="meta"))
-            copies.append(Copy(path, module, parameter, region, region))
-        return LoadMap.from_copies(manifest, copies, targets)
+            for part in shard.parts:
+                source = _region(part.box, meta.shape)
+                destination = _region(Box(part.local_start, part.box.size), shard.shape)
+                copies.append(Copy(path, module, parameter, source, destination))
+        load_map = LoadMap.from_copies(manifest, copies, targets)
+        return msgspec.structs.replace(load_map, is_part=has_sharded(tensors.items()))
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +71,7 @@ class TorchModuleAdapter:
 
     def live(self) -> dict[tuple[str, str], torch.Tensor]:
         """As `check_ready` found the modules; parameters are looked up anew."""
-        return {_place(path): tensor for path, tensor in self._table().items()}
+        return {_place(path): local_part(tensor) for path, tensor in self._table().items()}
 
     def reachable(self) -> dict[str, dict[str, torch.Tensor]]:
         return reachable_tensors(self._module)
@@ -80,13 +91,31 @@ class TorchModuleAdapter:
         with torch.no_grad():
             for group in groups:
                 # Tied names are one parameter here; the second copy would write the same bytes again.
-                values = {id(tensors[name]): (tensors[name], value) for name, value in group if name in tensors}
-                for tensor, value in values.values():
-                    tensor.detach().copy_(value)
+                values = {id(tensors[name]): (name, value) for name, value in group if name in tensors}
+                for name, value in values.values():
+                    tensor = tensors[name]
+                    if not is_sharded(tensor):
+                        tensor.detach().copy_(value)
+                        continue
+                    for part in _shard(name, tensor).parts:
+                        place = Box(part.local_start, part.box.size).of(local_part(tensor))
+                        place.copy_(part.box.of(value))
         return 1
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return module_tensors(self._module)
+        """Those of which this rank holds something."""
+        return {path: part for path, t in module_tensors(self._module).items() if (part := own_part(t)) is not None}
+
+
+def _shard(path: str, tensor: torch.Tensor) -> LocalShard:
+    """What lies on this rank."""
+    held = Holdings.of([(path, tensor)])
+    return parts_of(held.tensors[0], held.meshes)
+
+
+def _region(box: Box, shape: tuple[int, ...]) -> Region:
+    """*box* of a contiguous tensor."""
+    return Region.of(box.of(torch.empty(shape, device="meta")))
 
 
 @cache

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import torch
@@ -39,7 +39,10 @@ from weightsync.testing.faults import (
 from weightsync.testing.local import Handler, LocalFleet, in_process_party
 from weightsync.testing.processes import ProcessParty, Serve
 
-TRANSPORTS = ("shared_memory", "broadcast")
+if TYPE_CHECKING:
+    from weightsync.transports.sidecar import Sidecars
+
+TRANSPORTS = ("shared_memory", "broadcast", "sharded_rdt")
 REFUSES = "refuses to serve"
 """What the snapshot of an engine is whose guard refuses requests."""
 
@@ -74,6 +77,11 @@ def odd_weights(seed: int) -> Weights:
         "norm": torch.randn(48).to(torch.bfloat16),
         "scale": torch.randn(()),
     }
+
+
+def sparse_weights(seed: int) -> Weights:
+    """The same, of which another seed changes some tensors only."""
+    return {**odd_weights(0), **{name: odd_weights(seed)[name] for name in ("layers.1.up", "layers.3.down", "norm")}}
 
 
 def module_of(weights: Weights) -> torch.nn.Module:
@@ -192,9 +200,11 @@ class Campaign:
         engine: str = "torch",
         timeout_s: float = 1.0,
         apply: str = "staged",
+        sidecars: Sidecars | None = None,
         **settings: Any,
     ) -> None:
-        """*serve_engine* makes the engine under test; a torch module without."""
+        """*serve_engine* makes the engine under test; a torch module without. *sidecars*: as for `LocalFleet`."""
+        self._sidecars = sidecars
         self._kind, self._weights = engine, weights
         self.config = SyncConfig(timeout_s=timeout_s, apply=apply, bucket_bytes=4096, **settings)  # type: ignore[arg-type]
         self._parties = {
@@ -232,7 +242,7 @@ class Campaign:
 
     def _connect(self) -> None:
         """A coordinator, new or in place of one that was killed."""
-        fleet = LocalFleet([self._parties["trainer 0"]], [])
+        fleet = LocalFleet([self._parties["trainer 0"]], [], sidecars=self._sidecars)
         for name in ("engine 0", "engine 1"):
             fleet.add(self._parties[name], restart=self._parties[name].reopen)
         fleet.add_restart("trainer 0", self._parties["trainer 0"].reopen)

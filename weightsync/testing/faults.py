@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -190,6 +190,9 @@ class FaultyFleet:
 
     def remove(self, party: str) -> None:
         self._fleet.remove(party)
+
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        return self._fleet.helpers(ranks)
 
     def process_state(self, identity: Identity) -> str:
         return self._fleet.process_state(identity)

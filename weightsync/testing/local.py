@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from weightsync import messages as m
 from weightsync.config import SyncConfig
@@ -18,6 +18,9 @@ from weightsync.receiver import ReceiverRank
 from weightsync.sender import SenderRank
 from weightsync.session import Session
 
+if TYPE_CHECKING:
+    from weightsync.transports.sidecar import Sidecars
+
 Handler = Callable[[bytes], Sequence[bytes]]
 """One party: an encoded call in, one encoded reply a rank out."""
 
@@ -25,13 +28,18 @@ Handler = Callable[[bytes], Sequence[bytes]]
 class LocalFleet:
     """A `Fleet` whose parties live here, each served by a thread of its own. Messages are encoded as on a wire."""
 
-    def __init__(self, trainers: Sequence[Handler], engines: Sequence[Handler]) -> None:
+    def __init__(
+        self, trainers: Sequence[Handler], engines: Sequence[Handler], *, sidecars: Sidecars | None = None
+    ) -> None:
+        """*sidecars*: for transports that need such, of which the caller takes care; without, they are started when needed,
+        in the Ray that this process is connected to."""
         self.trainers: list[str] = []
         self.engines: list[str] = []
         self._answers: queue.Queue[tuple[str, int, Sequence[bytes] | WeightSyncError]] = queue.Queue()
         self._inbox: dict[str, queue.Queue[tuple[int, bytes] | None]] = {}
         self._restarts: dict[str, Callable[[], Handler]] = {}
         self._num_engines = 0
+        self._sidecars, self._own_sidecars = sidecars, sidecars is None
         for i, handler in enumerate(trainers):
             self.trainers.append(f"trainer {i}")
             self._start(f"trainer {i}", handler)
@@ -83,12 +91,27 @@ class LocalFleet:
 
     def remove(self, party: str) -> None:
         self.engines.remove(party)
+        if self._sidecars is not None:
+            self._sidecars.forget(party)
+
+    def use_sidecars(self, sidecars: Sidecars) -> None:
+        """As if they had been given when it was made."""
+        self._sidecars, self._own_sidecars = sidecars, False
+
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        from weightsync.transports.sidecar import Sidecars
+
+        if self._sidecars is None:
+            self._sidecars = Sidecars(timeout_s=30)
+        return self._sidecars.addresses(ranks)
 
     def process_state(self, identity: Identity) -> str:
         return process_state(identity.pid, identity.started)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and sidecars that were started here."""
+        if self._sidecars is not None and self._own_sidecars:
+            self._sidecars.close()
         for inbox in self._inbox.values():
             inbox.put(None)
 
@@ -102,13 +125,19 @@ class LocalSync:
     """
 
     def __init__(
-        self, sources: Sequence[Callable[[], Any]], engines: Sequence[Sequence[EngineAdapter]], config: SyncConfig
+        self,
+        sources: Sequence[Callable[[], Any]],
+        engines: Sequence[Sequence[EngineAdapter]],
+        config: SyncConfig,
+        *,
+        sidecars: Sidecars | None = None,
     ) -> None:
         self.senders = [SenderRank(i, source) for i, source in enumerate(sources)]
         self.receivers = [[ReceiverRank(adapter, rank=i) for i, adapter in enumerate(ranks)] for ranks in engines]
         self.fleet = LocalFleet(
             [in_process_party([sender]) for sender in self.senders],
             [in_process_party(receivers) for receivers in self.receivers],
+            sidecars=sidecars,
         )
         self.session = Session(self.fleet, config)
 

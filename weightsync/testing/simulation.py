@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
@@ -249,6 +249,9 @@ class SimulatedFleet:
 
     def remove(self, party: str) -> None:
         self.engines.remove(party)
+
+    def helpers(self, ranks: Mapping[str, Identity]) -> Mapping[str, str]:
+        return dict.fromkeys(ranks, "")
 
     def process_state(self, identity: Identity) -> str:
         return self._simulation.process_state(identity.pid)
