@@ -241,6 +241,19 @@ def test_a_late_engine_waits_for_the_next_update_where_the_trainers_have_gone_on
         assert all(equal(engine, trainers[0]) for engine in engines)
 
 
+def test_slices_are_sent_also_where_nothing_has_changed(trainers: list[torch.nn.Module], sidecars: Sidecars) -> None:
+    engine = module_of(odd_weights(1))
+    config = msgspec.structs.replace(CONFIG, skip_unchanged=True)
+    local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engine)], config, sidecars=sidecars)  # type: ignore[misc]
+    with local as session:
+        for change in (0, 0, 1):
+            for trainer in trainers:
+                trainer.get_buffer("norm").add_(change)
+            report = session.update()
+            assert report.skipped_bytes == 0
+            assert equal(engine, trainers[0])
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_slices_travel_in_their_wire_dtype_also_where_the_source_makes_its_tensors(
     lazy: bool, trainers: list[torch.nn.Module], sidecars: Sidecars
