@@ -1180,7 +1180,11 @@ def test_a_link_that_breaks_between_tensors_and_digests(apply: str, monkeypatch:
 
 @pytest.mark.parametrize("digest", [True, False])
 @pytest.mark.parametrize("apply", ["staged", "streaming"])
-@pytest.mark.parametrize("chunked", [set(), {"norm"}, {"q", "embed"}, {"norm", "embed", "q", "k", "v", "b"}], ids=str)
+@pytest.mark.parametrize(
+    "chunked",
+    [set(), {"norm"}, {"q", "embed"}, {"norm", "embed", "q", "k", "v", "b"}],
+    ids=lambda names: " ".join(sorted(names)) or "none",
+)
 @pytest.mark.parametrize("odd", [keep, swap_halves], ids=["all copied", "one reloaded"])
 def test_sets_and_chunks_may_be_mixed_with_groups_that_are_reloaded(
     odd: Any, chunked: set[str], apply: str, digest: bool, monkeypatch: pytest.MonkeyPatch
