@@ -34,6 +34,7 @@ from weightsync.config import SyncConfig
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.document import Document
 from weightsync.pipeline.past import UpdateLine
+from weightsync.registry import transport_names, unregister_transport
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -136,9 +137,19 @@ def names(ray_cluster: None) -> Iterator[dict[str, Any]]:
         ray.kill(actor)
 
 
+@pytest.fixture
+def own_transports() -> Iterator[None]:
+    """What a page registers is forgotten with it."""
+    before = set(transport_names())
+    yield
+    for name in set(transport_names()) - before:
+        unregister_transport(name)
+
+
 PYTHON = [page for page in PAGES if any(b.page == page and b.language == "python" and not b.reason for b in BLOCKS)]
 
 
+@pytest.mark.usefixtures("own_transports")
 @pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_runs(
     page: Path,
