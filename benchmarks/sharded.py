@@ -189,7 +189,7 @@ def main() -> None:
             "bucket": asked.bucket,
             "rounds": asked.rounds,
         }
-        write_record(asked.out, ["weightsync", "torch", "ray", "nixl-cu12"], {**settings, "runs": found})
+        write_record(asked.out, ["weightsync", "torch", "ray", "nixl"], {**settings, "runs": found})
 
 
 if __name__ == "__main__":

@@ -115,9 +115,9 @@ def faults(findings: list[Finding]) -> list[Finding]:
 
 def test_looking_finds_nothing_wrong_and_changes_nothing(parties: Parties) -> None:
     before = parties.held()
-    sync = ws.connect(trainers=parties.trainers, engines=parties.engines, source="weights", target="target")
-    sync.update()
-    version, after = sync.version, parties.held()
+    with ws.connect(trainers=parties.trainers, engines=parties.engines, source="weights", target="target") as sync:
+        sync.update()
+        version, after = sync.version, parties.held()
     assert faults(parties.examine()) == []
     assert faults(parties.examine()) == []
     now = parties.held()

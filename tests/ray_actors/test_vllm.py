@@ -238,7 +238,6 @@ def pulled() -> dict[str, int]:
 def test_two_replicas_of_two_ranks_pull_their_own_slices_from_four_fsdp_ranks(
     moe: tuple[Path, Path], tp_engines: list[Any], tmp_path: Path
 ) -> None:
-    pytest.importorskip("nixl", reason='needs NIXL: pip install "weightsync[rdt]"')
     # Each engine is a fresh one of its folder's weights until it gets others.
     wanted = dict(zip(moe, ray.get([engine.outputs.remote() for engine in tp_engines]), strict=True))
     trainers = [
