@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from weightsync.config import SyncConfig, TransportRule
 from weightsync.errors import ConfigError
 from weightsync.identity import Identity
-from weightsync.plan import choose_transport
+from weightsync.plan import choose_transport, choose_transports
 
 AUTO = SyncConfig()
 
@@ -32,6 +33,10 @@ THERE: dict[str, Any] = {"host": "there", "machine": "other", "node": "o"}
         (rank(1, "A"), rank(2, "A", cupy=""), "shared_memory"),
         (rank(1, "A"), rank(2, "B"), "broadcast"),
         (rank(1, "A", cupy=""), rank(2, "B", cupy=""), "broadcast"),
+        (rank(1, "A"), rank(2, "B", reaches=("A",)), "cuda_ipc"),
+        (rank(1, "A", reaches=("B",)), rank(2, "B"), "broadcast"),
+        (rank(1, "A", cupy=""), rank(2, "B", reaches=("A",)), "broadcast"),
+        (rank(1, "A"), rank(2, "B", reaches=("A",), **THERE), "broadcast"),
         (rank(1), rank(2, "A"), "shared_memory"),
         (rank(1, "A"), rank(2), "shared_memory"),
         (rank(1), rank(2), "shared_memory"),
@@ -48,6 +53,10 @@ THERE: dict[str, Any] = {"host": "there", "machine": "other", "node": "o"}
         "one GPU, no cupy at the engine's",
         "two GPUs of a host",
         "two GPUs of a host, no cupy",
+        "two GPUs of a host, the engine's reads the trainer's",
+        "two GPUs of a host, only the trainer's reads the engine's",
+        "two GPUs of a host that read each other, no cupy at the trainer's",
+        "GPUs of two hosts, the name of one read",
         "only the engine on a GPU",
         "only the trainer on a GPU",
         "both on the CPU",
@@ -62,6 +71,27 @@ def test_auto_takes_the_fastest_that_can_serve_the_pair(trainer: Identity, engin
     assert choose_transport(AUTO, trainer, engine) == expected
     rules = SyncConfig(transport=(TransportRule(use="auto"),))
     assert choose_transport(rules, trainer, engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ([rank(2, "B")], ["cuda_ipc"]),
+        ([rank(2, "B"), rank(3, "B")], ["cuda_ipc", "cuda_ipc"]),
+        ([rank(2, "B"), rank(3, "C")], ["broadcast", "broadcast"]),
+        ([rank(2, "B"), rank(3, "A")], ["cuda_ipc", "cuda_ipc"]),
+        ([rank(2, "B"), rank(3, "C"), rank(4, "A")], ["broadcast", "broadcast", "cuda_ipc"]),
+        ([rank(2, "B"), rank(3, "C", **THERE)], ["cuda_ipc", "broadcast"]),
+        ([rank(2, "B"), rank(3)], ["cuda_ipc", "shared_memory"]),
+    ],
+    ids=["one", "two on one GPU", "two GPUs", "its own too", "two GPUs and its own", "another host", "a CPU too"],
+)
+def test_one_other_gpu_reads_and_several_are_sent_to(engines: list[Identity], expected: list[str]) -> None:
+    """Several readers would share the links of one GPU; NCCL's ranks pass the bytes on."""
+    every = ("A", "B", "C")
+    receivers = {i: structs.replace(of, reaches=every) for i, of in enumerate(engines)}
+    found = choose_transports(AUTO, [rank(1, "A", reaches=every)], receivers)
+    assert [found[0, i] for i in receivers] == expected
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "broadcast", "cuda_ipc"])

@@ -53,8 +53,8 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Settings of one weight sync. All have defaults that work on one machine and on several."""
 
     transport: str | tuple[TransportRule, ...] = "auto"
-    """Name of a transport; "auto": cuda_ipc on one GPU, shared_memory within a host, broadcast otherwise; or rules per
-    pair."""
+    """Name of a transport; "auto": cuda_ipc on one GPU and to a single other GPU that reads the trainer's, shared_memory
+    within a host, broadcast otherwise; or rules per pair."""
     apply: Literal["auto", "staged", "streaming"] = "auto"
     """staged: vote over the whole model before the first byte is applied. streaming: groups go into the reload as they
     arrive; least memory, but a failure poisons. auto: staged where that costs no copy or fits the budget."""

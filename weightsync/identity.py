@@ -31,6 +31,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """How other nodes reach this one."""
     gpu: str = ""
     """UUID of the GPU on which the rank's weights lie; "" for the CPU."""
+    reaches: tuple[str, ...] = ()
+    """UUIDs of the other GPUs whose memory that GPU reads directly, of those that the process sees."""
     cupy: str = ""
     """Version of cupy, "" where there is none; looked for where the weights lie on a GPU."""
     nccl: str = ""
@@ -154,14 +156,24 @@ def identify(address: str = "127.0.0.1", node: str = "") -> Identity:
 def on_device(identity: Identity, device: torch.device) -> Identity:
     """The identity of a rank whose weights lie on *device*."""
     if device.type != "cuda":
-        return msgspec.structs.replace(identity, gpu="", cupy="", nccl="", nccl_env={})
+        return msgspec.structs.replace(identity, gpu="", reaches=(), cupy="", nccl="", nccl_env={})
+    index = torch.cuda.current_device() if device.index is None else device.index
     return msgspec.structs.replace(
         identity,
-        gpu=str(torch.cuda.get_device_properties(device).uuid),
+        gpu=_gpu(index),
+        reaches=tuple(
+            _gpu(other)
+            for other in range(torch.cuda.device_count())
+            if other != index and torch.cuda.can_device_access_peer(index, other)
+        ),
         cupy=cupy_version(),
         nccl=nccl_version(),
         nccl_env=nccl_environment(os.environ),
     )
+
+
+def _gpu(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def check_versions(ranks: Mapping[str, Identity]) -> None:

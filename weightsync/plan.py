@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from weightsync.config import SyncConfig
@@ -91,14 +91,26 @@ def choose_transports(
     """
     found: dict[tuple[int, R], str] = {}
     for receiver, identity in receivers.items():
-        names = [choose_transport(config, sender, identity) for sender in senders]
+        names = [
+            choose_transport(config, sender, identity, readers=count_readers(sender, receivers.values()))
+            for sender in senders
+        ]
         sharded = next((name for name in names if takes_shards(name)), None)
         found.update({(i, receiver): sharded or name for i, name in enumerate(names)})
     return found
 
 
-def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity) -> str:
+def count_readers(sender: Identity, receivers: Iterable[Identity]) -> int:
+    """How many other GPUs of its host the weights on *sender*'s GPU are for."""
+    return len({of.gpu for of in receivers if of.machine == sender.machine} - {sender.gpu, ""}) if sender.gpu else 0
+
+
+def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity, *, readers: int = 1) -> str:
     """The name of the transport for one pair.
+
+    Args:
+        readers: `count_readers` of all receivers. One reads the sender's GPU faster than NCCL sends; several would share the
+            links of that GPU, while NCCL passes the bytes on from one to the next.
 
     Raises:
         ConfigError: the configured transport is unknown, or no rule fits the pair.
@@ -120,7 +132,7 @@ def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity) -
             )
         name = fitting[0]
     if name == "auto":
-        return _fastest(sender, receiver)
+        return _fastest(sender, receiver, readers)
     check_transport(name)
     if name == "cuda_ipc" and not (same_host and sender.gpu and receiver.gpu):
         place = "on two hosts" if not same_host else "not both on a GPU"
@@ -132,14 +144,15 @@ def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity) -
     return name
 
 
-def _fastest(sender: Identity, receiver: Identity) -> str:
+def _fastest(sender: Identity, receiver: Identity, readers: int) -> str:
     if sender.machine != receiver.machine:
         return "broadcast"
     if not (sender.gpu and receiver.gpu):
         return "shared_memory"
     if sender.gpu == receiver.gpu:
         return "cuda_ipc" if sender.cupy and receiver.cupy else "shared_memory"
-    return "broadcast"
+    reads = readers == 1 and sender.gpu in receiver.reaches and sender.cupy and receiver.cupy
+    return "cuda_ipc" if reads else "broadcast"
 
 
 def why_not_nccl(gpus: tuple[str, ...], *, nccl: str, cupy: bool, environment: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from weightsync.doctor.facts import ProcessFacts
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest
-from weightsync.plan import choose_transport
+from weightsync.plan import choose_transport, count_readers
 from weightsync.report import LoadSummary
 
 
@@ -91,9 +91,13 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for receiver, to in self.engines.items()
         }
 
+    def readers(self, sender: Identity) -> int:
+        """How many other GPUs of its host the sender's weights are for."""
+        return count_readers(sender, (process.identity for process in self.engines.values()))
+
     def _transport(self, sender: Identity, receiver: Identity) -> str:
         try:
-            return choose_transport(self.config, sender, receiver)
+            return choose_transport(self.config, sender, receiver, readers=self.readers(sender))
         except ConfigError:
             return ""
 

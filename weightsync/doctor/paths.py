@@ -9,7 +9,7 @@ from weightsync.doctor.evidence import Evidence, Process
 from weightsync.doctor.facts import ProcessFacts
 from weightsync.doctor.finding import Check, Finding, Level, some
 from weightsync.errors import AgreementError, ConfigError
-from weightsync.identity import check_nccl
+from weightsync.identity import Identity, check_nccl
 from weightsync.plan import choose_transport, why_not_nccl
 
 _CUPY = 'pip install "weightsync[cuda13]" (or cuda12) in both environments'
@@ -26,7 +26,7 @@ def chosen(e: Evidence) -> Iterator[Finding]:
             pairs[transport, _why(e, of, to)].append(pair)
             continue
         try:
-            choose_transport(e.config, of.identity, to.identity)
+            choose_transport(e.config, of.identity, to.identity, readers=e.readers(of.identity))
         except ConfigError as error:
             yield check.red(
                 f"{pair}: {str(error).removeprefix('transport: ')}",
@@ -45,9 +45,18 @@ def _why(e: Evidence, sender: Process, receiver: Process) -> str:
     elif not (of.gpu and to.gpu):
         on = "in CPU memory" if not (of.gpu or to.gpu) else "not both on a GPU"
         place = f"on one machine, weights {on}"
+    elif of.gpu == to.gpu:
+        place = "on one GPU"
     else:
-        place = "on one GPU" if of.gpu == to.gpu else "on two GPUs of one machine"
+        place = f"on two GPUs of one machine, {_reach(e, of, to)}"
     return place if e.config.transport == "auto" else f"as configured; {place}"
+
+
+def _reach(e: Evidence, of: Identity, to: Identity) -> str:
+    readers = e.readers(of)
+    if readers > 1:
+        return f"and {readers} are to be served at once"
+    return "of which one reads the other" if of.gpu in to.reaches else "of which the engine's cannot read the trainer's"
 
 
 def faster(e: Evidence) -> Iterator[Finding]:
