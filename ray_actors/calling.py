@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,6 +60,7 @@ class RayCalls:
         self._expected: dict[str, float] = {}
         """Parties that were called to stand by -> until when to wait for them."""
         self._listener = Listener()
+        self._closing = threading.Lock()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
         self._ready = selectors.DefaultSelector()
         self._ready.register(self._listener, selectors.EVENT_READ)
@@ -96,8 +98,9 @@ class RayCalls:
         future.add_done_callback(self._wake)
 
     def _wake(self, _: object) -> None:
-        with contextlib.suppress(OSError):  # closed
-            os.eventfd_write(self._woken, 1)
+        with self._closing:
+            if self._woken >= 0:
+                os.eventfd_write(self._woken, 1)
 
     def forget(self, party: str) -> None:
         """The party is not called any more."""
@@ -221,8 +224,9 @@ class RayCalls:
         for key in list(self._ready.get_map().values()):
             if isinstance(key.fileobj, Channel):
                 self._drop(key.fileobj)
-        if self._woken >= 0:
-            self._ready.close()
-            self._listener.close()
-            os.close(self._woken)
-            self._woken = -1
+        with self._closing:
+            if self._woken >= 0:
+                self._ready.close()
+                self._listener.close()
+                os.close(self._woken)
+                self._woken = -1
