@@ -3,8 +3,9 @@
     python -m benchmarks.observing [--rounds 60] [--out benchmarks/results/observing.json]
 
 One trainer and two engines on a real local Ray, SmolLM2-135M's tensors. Updates that are looked at and updates that are not take
-turns. Beside the ratio of the two, which a busy machine blurs, stands what the parts took by themselves in the same updates, as a share of
-the fastest; what the coordinator does for an attempt's record, which is always on, is timed on messages like theirs.
+turns. Beside the ratio of the two, which a busy machine blurs, stands the processor time that driver and coordinator took for either,
+which it does not, and what the parts took by themselves in the same updates, as a share of the fastest; what the coordinator does for an
+attempt's record, which is always on, is timed on messages like theirs.
 """
 
 from __future__ import annotations
@@ -60,17 +61,24 @@ def measured(rounds: int, folder: Path) -> dict[str, list[float]]:
         Watching(ws.SyncConfig(flight_record=str(folder / "record.jsonl"))),
         Watching(ws.SyncConfig(metrics=True)),
     )
-    found: dict[str, list[float]] = {name: [] for name in ("alone", "looked_at", *PARTS, "look_cpu")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("alone", "looked_at", "alone_cpu", "looked_at_cpu", *PARTS, "look_cpu")
+    }
     with (
         open(os.devnull, "w") as nowhere,
         ws.connect(trainers=[trainer], engines=engines, source="model", target="model") as sync,
     ):
+        (coordinator,) = filter(is_coordinator, map(int, filter(str.isdigit, os.listdir("/proc"))))
+
+        def cpu_s() -> float:
+            return time.process_time() + run_s(coordinator)
+
         display = Display(Console(file=nowhere, force_terminal=True, width=130))
         for i in range(WARM_UP + rounds):
             ray.get(trainer.change.remote(i))
             seconds = {}
             for name in ("alone", "looked_at") if i % 2 else ("looked_at", "alone"):
-                started = time.perf_counter()
+                cpu, started = cpu_s(), time.perf_counter()
                 if name == "alone":
                     sync.update()
                 else:
@@ -90,6 +98,7 @@ def measured(rounds: int, folder: Path) -> dict[str, list[float]]:
                     for part, begin, end in zip(PARTS, marks, marks[1:], strict=False):
                         seconds[part] = end - begin
                 seconds[name] = time.perf_counter() - started
+                seconds[f"{name}_cpu"] = cpu_s() - cpu
             if i >= WARM_UP:
                 for name, value in seconds.items():
                     found[name].append(value)
@@ -100,6 +109,24 @@ def measured(rounds: int, folder: Path) -> dict[str, list[float]]:
             found["look_cpu"].append(time.process_time() - began)
     ray.shutdown()
     return found
+
+
+def is_coordinator(pid: int) -> bool:
+    try:
+        return b"ray::Coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
+
+
+def run_s(pid: int) -> float:
+    """Seconds that the threads of a process have run, those that have ended left out."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            found += int((task / "schedstat").read_text().split()[0])
+        except OSError:  # it has ended
+            continue
+    return found / 1e9
 
 
 def flight_s(num_engines: int, polls: int) -> float:
@@ -143,6 +170,11 @@ def flight_s(num_engines: int, polls: int) -> float:
     return statistics.median(times)
 
 
+def quartile(values: list[float]) -> float:
+    """The lowest: other work on the machine only ever adds."""
+    return statistics.quantiles(values, n=4)[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
@@ -158,6 +190,8 @@ def main() -> None:
         "median_ms": ms,
         "min_ms": {name: round(1e3 * min(found[name]), 4) for name in ("alone", "looked_at")},
         "looked_at_over_alone": round(ms["looked_at"] / ms["alone"], 4),
+        "looked_at_over_alone_quartile": round(quartile(found["looked_at"]) / quartile(found["alone"]), 4),
+        "cpu_over_alone": round((ms["looked_at_cpu"] - ms["alone_cpu"]) / ms["alone"], 4),
         "median_of_ratios": round(
             statistics.median(a / b for a, b in zip(found["looked_at"], found["alone"], strict=True)), 4
         ),
