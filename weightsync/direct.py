@@ -19,12 +19,23 @@ from weightsync.errors import EnginePoisonedError, EngineStateError
 from weightsync.interfaces import DirectAdapter, EngineAdapter
 from weightsync.loadmap import Copy, LoadMap
 from weightsync.placement import GroupCopies, Live, SetCopies, compile_set, digests_of, run_copies
-from weightsync.qualify import NOT_SEEN, Bystanders, Observation, addresses_of, contested, layout_of, unfit
+from weightsync.qualify import (
+    LEARNING,
+    NOT_SEEN,
+    OPEN,
+    Bystanders,
+    Observation,
+    addresses_of,
+    contested,
+    layout_of,
+    unfit,
+)
 from weightsync.weightset import SetLayout
 
 Pairs = list[tuple[str, torch.Tensor]]
 
 _MAX_PATIENCE = 63
+_OPEN = frozenset(OPEN)
 
 
 class Way(StrEnum):
@@ -54,6 +65,10 @@ class DirectApply:
         """Groups that cannot qualify while the layout stays, with the reason."""
         self._shown: set[Copy] = set()
         """Copies that a reload was seen to be."""
+        self._tried: set[str] = set()
+        """Groups of which that was asked."""
+        self._displaced: Mapping[str, frozenset[tuple[str, str]]] = {}
+        """Groups of which the next watched reload is to show how the rows of these parameters are kept."""
         self._aliases = aliases
         self._is_contest_known = False
         """It was looked up whether several tensors fill the same memory."""
@@ -86,7 +101,7 @@ class DirectApply:
     def _start_anew(self, adapter: DirectAdapter, live: Live) -> None:
         self._layout, self._compiled = layout_of(live), {}
         self._groups, self._never = unfit(self._load_map, live)
-        self._shown, self._is_contest_known = set(), False
+        self._shown, self._displaced, self._tried, self._is_contest_known = set(), {}, set(), False
         self._pending_for = self._patience = 0
         unproven = [] if adapter.laid_out_as_loaded else [key for key in self._groups if key not in self._never]
         self.reasons = self._never | dict.fromkeys(unproven, NOT_SEEN)
@@ -120,7 +135,7 @@ class DirectApply:
             self.look()
         self._looked, self._sets = False, sets
         self._since_audit += 1
-        if NOT_SEEN in self.reasons.values():
+        if not _OPEN.isdisjoint(self.reasons.values()):
             # Frozen or constant weights may never show anything; watching costs the others their speed.
             self._pending_for += 1
             if self._pending_for > self._patience:
@@ -159,7 +174,7 @@ class DirectApply:
         self._direct.synchronize()  # what still reads the old weights
         reasons = self._reasons(come)
         if way is Way.OBSERVE:
-            if NOT_SEEN in reasons.values():
+            if not _OPEN.isdisjoint(reasons.values()):
                 return self._observe(self._direct, live, coalescer)
             way = Way.SETS if self._sets else Way.GROUPS  # what was to be watched has been left out
         self.reloaded = reasons
@@ -182,15 +197,32 @@ class DirectApply:
 
     def _observe(self, adapter: DirectAdapter, live: Live, coalescer: Coalescer) -> int:
         """One reload of all that comes, watched. What was seen to be no mere copy stays with the reload."""
-        watched = Observation(self._groups, self._never, live, adapter.reachable, self._shown)
+        watched = Observation(self._groups, self._never, live, adapter.reachable, self._shown, self._displaced)
         reloads = adapter.apply(watched.watch(coalescer.groups(private=self._key_of.values())))
         adapter.synchronize()
         self._pending_for, self._patience = 0, min(2 * self._patience + 1, _MAX_PATIENCE)
         if layout_of(adapter.live()) == self._layout:
             reasons = watched.reasons()
-            self.reasons = {key: reason for key, reason in reasons.items() if reason is NOT_SEEN}
-            self._refuse({key: reason for key, reason in reasons.items() if reason is not NOT_SEEN})
+            self._learn_from(watched, reasons)
+            self.reasons = {key: reason for key, reason in reasons.items() if reason in _OPEN}
+            self._refuse({key: reason for key, reason in reasons.items() if reason not in _OPEN})
         return reloads
+
+    def _learn_from(self, watched: Observation, reasons: dict[str, str]) -> None:
+        """Give groups that are kept otherwise than loaded two more reloads: one that shows how, and one that proves it."""
+        asked = {key: places for key, places in watched.displaced.items() if key not in self._tried}
+        waiting = {
+            key: places
+            for key, places in self._displaced.items()
+            if key not in watched.displaced and reasons.get(key, NOT_SEEN) is NOT_SEEN
+        }
+        reasons.update(dict.fromkeys([*asked, *waiting], LEARNING))
+        reasons.update(dict.fromkeys(watched.learned, NOT_SEEN))
+        self._tried |= asked.keys()
+        self._displaced = asked | waiting
+        self._groups = {**self._groups, **watched.learned}
+        if asked or watched.learned:
+            self._patience, self._is_contest_known = 0, False
 
     def _audit(self, adapter: DirectAdapter, live: Live, coalescer: Coalescer) -> int:
         """Copy, then reload everything, and compare what came out."""

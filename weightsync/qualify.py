@@ -6,7 +6,8 @@
                    tensor that the group's modules reach has changed
 
 A region of which nothing tells one layout from another (a constant, a twin of another region), or which did not change, has
-shown nothing; its group stays with the reload until each of its regions has.
+shown nothing; its group stays with the reload until each of its regions has. Where regions came to hold other than their
+sources, a further reload is watched for a regular order of rows (`weightsync.permuted`), and one more for its proof.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from weightsync.geometry import Region, coverage
 from weightsync.loadmap import Copy, LoadMap
+from weightsync.permuted import LoadedRows
 from weightsync.placement import GroupCopies, Live, copies_of_groups, digests_of, live_view, source_view
 from weightsync.reachable import Reached
 
@@ -35,6 +37,9 @@ _TELLING = 0.25
 """Share of a region's values that must differ from their neighbours, and from those half the region away."""
 
 NOT_SEEN = "no reload has shown yet how it is laid out: its values did not change, or are all alike"
+LEARNING = "it is kept otherwise than it is loaded; a further reload may show in which order"
+OPEN = (NOT_SEEN, LEARNING)
+"""Reasons that a further watched reload may do away with."""
 
 
 class Observation:
@@ -47,15 +52,22 @@ class Observation:
         live: Live,
         reachable: Callable[[], Reachable],
         shown: set[Copy],
+        learn: Mapping[str, frozenset[tuple[str, str]]] = {},
     ) -> None:
-        """Groups in *never* cannot qualify. *shown*: the copies that earlier observations have proven; added to."""
+        """Groups in *never* cannot qualify. *shown*: the copies that earlier observations have proven; added to. *learn*: groups
+        of which an earlier one has seen parameters `displaced`, and those."""
         self._groups = {key: group for key, group in groups.items() if key not in never}
-        self._live, self._shown = live, shown
+        self._live, self._shown, self._learn = live, shown, learn
         self._of_name = {name: group for group in groups.values() for name in group.group.names}
         self._before = self._digest_regions()
         self._bystanders = Bystanders(groups, live, reachable)
         self._sources: dict[str, list[int]] = {}
         self._telling: dict[str, list[bool]] = {}
+        self._rows: dict[str, LoadedRows] = {}
+        self.displaced: dict[str, frozenset[tuple[str, str]]] = {}
+        """After `reasons`: groups of which parameters came to hold other than their sources, and no more is known against them."""
+        self.learned: dict[str, GroupCopies] = {}
+        """After `reasons`: groups in *learn* with the copies that they were seen to be, still to be proven."""
 
     def watch(self, groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Hand the groups on, having digested what the copies would take of them."""
@@ -73,6 +85,8 @@ class Observation:
         cast = [
             part.to(self._live[copy.module, copy.parameter]) for copy, part in zip(group.copies, parts, strict=True)
         ]
+        if (places := self._learn.get(group.group.key)) is not None:
+            self._rows[group.group.key] = LoadedRows(group, cast, self._live, places)
         digests = self._sources[group.group.key] = digests_of(cast)
         # Twins could have changed places. A tie is one tensor under two names.
         twins = Counter(digest for digest, _ in {(d, _identity(p)) for d, p in zip(digests, parts, strict=True)})
@@ -95,11 +109,17 @@ class Observation:
             ):
                 if new != source:
                     found.setdefault(key, f"after a reload {copy.module}.{copy.parameter} is not laid out as loaded")
+                    self.displaced[key] = self.displaced.get(key, frozenset()) | {(copy.module, copy.parameter)}
                 elif telling and new != old:
                     self._shown.add(copy)
             if not self._shown.issuperset(group.copies):
                 found.setdefault(key, NOT_SEEN)
         blamed = self._bystanders.blamed()
+        self.displaced = {key: places for key, places in self.displaced.items() if key not in blamed}
+        for key, rows in self._rows.items():
+            places = self.displaced.get(key)
+            if places and places <= self._learn[key] and (learned := rows.learn(self._live)) is not None:
+                self.learned[key] = learned
         return found | {key: reason for key, reason in blamed.items() if key in self._groups}
 
     def _digest_regions(self) -> dict[str, list[int]]:
