@@ -61,7 +61,7 @@ def test_examples_are_well_a_fault_is_red_and_a_signal_ends_it(tmp_path: Path) -
     for folder in folders.values():
         folder.mkdir()
     well = start(folders["well"], "examples/pipelines/torch_only.yaml", "--json")
-    sharded = start(folders["sharded"], "examples/pipelines/fsdp.yaml")
+    sharded = start(folders["sharded"], "examples/pipelines/sharded_rdt.yaml")
     ill = start(folders["ill"], "examples/pipelines/torch_only.yaml", "engines.arguments={seed: many}")
     stopped = start(folders["stopped"], "examples/pipelines/torch_only.yaml")
     runs = (well, sharded, ill, stopped)
@@ -98,7 +98,7 @@ def check_runs(
     output, errors = sharded.communicate(timeout=200)
     assert sharded.returncode == 0, errors
     assert output.splitlines()[-1].endswith(" green, 0 yellow, 0 red"), output
-    assert "shared_memory for trainer 0 -> engine 0 rank 0, trainer 1 -> engine 0 rank 0" in output
+    assert "sharded_rdt for trainer 0 -> engine 0 rank 0, trainer 0 -> engine 1 rank 0, " in output
 
     output, errors = ill.communicate(timeout=200)
     assert ill.returncode == 1, errors

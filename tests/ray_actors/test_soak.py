@@ -1,4 +1,4 @@
-"""200 updates, a random fault in every fifth: each committed one is bit-exact, and nothing grows."""
+"""Many updates, a random fault in every fifth: each committed one is bit-exact, and nothing grows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightsync.testing.faults import Fault
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
-UPDATES = int(os.environ.get("WEIGHTSYNC_SOAK_UPDATES", "200"))
+UPDATES = int(os.environ.get("WEIGHTSYNC_SOAK_UPDATES", "120"))
 ROUNDS = UPDATES * 5 // 12
 """Of each of two transports; each fifth makes two updates."""
 FAULTS = [
@@ -119,7 +119,7 @@ def settled(actor: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
-def test_two_hundred_updates_with_a_fault_in_every_fifth_leave_everything_flat(transport: str) -> None:
+def test_updates_with_a_fault_in_every_fifth_leave_everything_flat(transport: str) -> None:
     dice = random.Random(transport)
     trainer, *engines = (ray.remote(Model).options(num_cpus=0.1, max_restarts=-1).remote() for _ in range(3))
     actors = [trainer, *engines]
