@@ -18,7 +18,7 @@ from weightsync.coalescer import Coalescer
 from weightsync.errors import EnginePoisonedError, EngineStateError
 from weightsync.interfaces import DirectAdapter, EngineAdapter
 from weightsync.loadmap import Copy, LoadMap
-from weightsync.placement import GroupCopies, Live, SetCopies, compile_set, digests_of, run_copies
+from weightsync.placement import GroupCopies, Live, Place, SetCopies, compile_set, digests_of, run_copies
 from weightsync.qualify import (
     LEARNING,
     NOT_SEEN,
@@ -35,7 +35,6 @@ from weightsync.weightset import SetLayout
 Pairs = list[tuple[str, torch.Tensor]]
 
 _MAX_PATIENCE = 63
-_OPEN = frozenset(OPEN)
 
 
 class Way(StrEnum):
@@ -65,10 +64,10 @@ class DirectApply:
         """Groups that cannot qualify while the layout stays, with the reason."""
         self._shown: set[Copy] = set()
         """Copies that a reload was seen to be."""
-        self._tried: set[str] = set()
-        """Groups of which that was asked."""
-        self._displaced: Mapping[str, frozenset[tuple[str, str]]] = {}
+        self._displaced: Mapping[str, frozenset[Place]] = {}
         """Groups of which the next watched reload is to show how the rows of these parameters are kept."""
+        self._tried: set[str] = set()
+        """Groups of which that was or is asked."""
         self._aliases = aliases
         self._is_contest_known = False
         """It was looked up whether several tensors fill the same memory."""
@@ -135,7 +134,7 @@ class DirectApply:
             self.look()
         self._looked, self._sets = False, sets
         self._since_audit += 1
-        if not _OPEN.isdisjoint(self.reasons.values()):
+        if not OPEN.isdisjoint(self.reasons.values()):
             # Frozen or constant weights may never show anything; watching costs the others their speed.
             self._pending_for += 1
             if self._pending_for > self._patience:
@@ -174,7 +173,7 @@ class DirectApply:
         self._direct.synchronize()  # what still reads the old weights
         reasons = self._reasons(come)
         if way is Way.OBSERVE:
-            if not _OPEN.isdisjoint(reasons.values()):
+            if not OPEN.isdisjoint(reasons.values()):
                 return self._observe(self._direct, live, coalescer)
             way = Way.SETS if self._sets else Way.GROUPS  # what was to be watched has been left out
         self.reloaded = reasons
@@ -204,8 +203,8 @@ class DirectApply:
         if layout_of(adapter.live()) == self._layout:
             reasons = watched.reasons()
             self._learn_from(watched, reasons)
-            self.reasons = {key: reason for key, reason in reasons.items() if reason in _OPEN}
-            self._refuse({key: reason for key, reason in reasons.items() if reason not in _OPEN})
+            self.reasons = {key: reason for key, reason in reasons.items() if reason in OPEN}
+            self._refuse({key: reason for key, reason in reasons.items() if reason not in OPEN})
         return reloads
 
     def _learn_from(self, watched: Observation, reasons: dict[str, str]) -> None:

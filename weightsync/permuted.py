@@ -16,10 +16,7 @@ import torch
 
 from weightsync.geometry import Region
 from weightsync.loadmap import Copy
-from weightsync.placement import GroupCopies, Live
-
-Place = tuple[str, str]
-"""(module, parameter)."""
+from weightsync.placement import GroupCopies, Live, Place
 
 _MAX_RUNS = 4
 """Per copy; what falls into more is no regular order."""
@@ -34,7 +31,7 @@ class LoadedRows:
 
     def __init__(self, group: GroupCopies, parts: Sequence[torch.Tensor], live: Live, places: frozenset[Place]) -> None:
         """*parts*: what each of the group's copies takes, in the parameter's dtype. *places*: the parameters in question."""
-        self._group = group
+        self._group, self._places = group, places
         self._hashes: dict[Place, torch.Tensor] = {}
         self._rows: dict[int, torch.Tensor] = {}
         """Per copy of these places: the parameter's rows that it fills, in the shape of the copy's region."""
@@ -56,6 +53,8 @@ class LoadedRows:
 
     def learn(self, live: Live) -> GroupCopies | None:
         """After the reload: the group with copies that do what it did; None where no regular order of rows explains it."""
+        if self._hashes.keys() != self._places:
+            return None
         order: dict[Place, npt.NDArray[np.int64]] = {}
         for place, loaded in self._hashes.items():
             found = _order(loaded, _hash(live[place], _width(live[place])))

@@ -17,8 +17,10 @@ from weightsync.digest import digest_bytes
 from weightsync.loadmap import Copy, LoadMap, ModuleGroup
 from weightsync.weightset import SetLayout
 
-Live = Mapping[tuple[str, str], torch.Tensor]
-"""(module, parameter) -> the tensor that the engine computes with."""
+Place = tuple[str, str]
+"""(module, parameter)."""
+Live = Mapping[Place, torch.Tensor]
+"""The tensors that the engine computes with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class GroupCopies:
 
     group: ModuleGroup
     copies: tuple[Copy, ...]
-    places: tuple[tuple[str, str], ...]
+    places: tuple[Place, ...]
     """The parameters that they fill."""
 
 

@@ -90,10 +90,11 @@ def choose_transports(
         ConfigError: as `choose_transport`.
     """
     found: dict[tuple[int, R], str] = {}
+    readers = [count_readers(sender, receivers.values()) for sender in senders]
     for receiver, identity in receivers.items():
         names = [
-            choose_transport(config, sender, identity, readers=count_readers(sender, receivers.values()))
-            for sender in senders
+            choose_transport(config, sender, identity, readers=count)
+            for sender, count in zip(senders, readers, strict=True)
         ]
         sharded = next((name for name in names if takes_shards(name)), None)
         found.update({(i, receiver): sharded or name for i, name in enumerate(names)})

@@ -24,7 +24,7 @@ import torch
 from weightsync.geometry import Region, coverage
 from weightsync.loadmap import Copy, LoadMap
 from weightsync.permuted import LoadedRows
-from weightsync.placement import GroupCopies, Live, copies_of_groups, digests_of, live_view, source_view
+from weightsync.placement import GroupCopies, Live, Place, copies_of_groups, digests_of, live_view, source_view
 from weightsync.reachable import Reached
 
 Reachable = Mapping[str, Mapping[str, torch.Tensor]]
@@ -38,7 +38,7 @@ _TELLING = 0.25
 
 NOT_SEEN = "no reload has shown yet how it is laid out: its values did not change, or are all alike"
 LEARNING = "it is kept otherwise than it is loaded; a further reload may show in which order"
-OPEN = (NOT_SEEN, LEARNING)
+OPEN = frozenset((NOT_SEEN, LEARNING))
 """Reasons that a further watched reload may do away with."""
 
 
@@ -52,7 +52,7 @@ class Observation:
         live: Live,
         reachable: Callable[[], Reachable],
         shown: set[Copy],
-        learn: Mapping[str, frozenset[tuple[str, str]]] = {},
+        learn: Mapping[str, frozenset[Place]] = {},
     ) -> None:
         """Groups in *never* cannot qualify. *shown*: the copies that earlier observations have proven; added to. *learn*: groups
         of which an earlier one has seen parameters `displaced`, and those."""
@@ -64,7 +64,7 @@ class Observation:
         self._sources: dict[str, list[int]] = {}
         self._telling: dict[str, list[bool]] = {}
         self._rows: dict[str, LoadedRows] = {}
-        self.displaced: dict[str, frozenset[tuple[str, str]]] = {}
+        self.displaced: dict[str, frozenset[Place]] = {}
         """After `reasons`: groups of which parameters came to hold other than their sources, and no more is known against them."""
         self.learned: dict[str, GroupCopies] = {}
         """After `reasons`: groups in *learn* with the copies that they were seen to be, still to be proven."""

@@ -26,7 +26,7 @@ def chosen(e: Evidence) -> Iterator[Finding]:
             pairs[transport, _why(e, of, to)].append(pair)
             continue
         try:
-            choose_transport(e.config, of.identity, to.identity, readers=e.readers(of.identity))
+            choose_transport(e.config, of.identity, to.identity)
         except ConfigError as error:
             yield check.red(
                 f"{pair}: {str(error).removeprefix('transport: ')}",
