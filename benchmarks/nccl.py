@@ -249,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gb", type=float, default=16.0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[128])
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[512])
     parser.add_argument("--spread", action="store_true", help="rank i on GPU i, not all on the first")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/nccl.json"))
     arguments = parser.parse_args()

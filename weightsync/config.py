@@ -75,7 +75,7 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Size of a transport's bucket in CPU memory, and of the steps in which bytes are announced and verified."""
     min_bandwidth_bytes: int | str | None = None
     """sharded_rdt: refuse a link that is slower than so many bytes a second when it opens; None: only log what was measured."""
-    gpu_bucket_bytes: int | str = "256MiB"
+    gpu_bucket_bytes: int | str = "512MiB"
     """The same in GPU memory, where cuda_ipc has two of them and broadcast four."""
     digest: bool = True
     """Digest every byte on both sides, before the vote."""

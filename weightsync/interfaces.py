@@ -38,7 +38,7 @@ class LinkContext:
     staging_limit_bytes: int
     digest: bool
     count_changed_values: bool = False
-    gpu_bucket_bytes: int = 256 << 20
+    gpu_bucket_bytes: int = 512 << 20
     device: str = "cpu"
     """Where this end's weights lie: "cpu", "cuda:0"."""
     gpus: tuple[str, ...] = ()

@@ -28,6 +28,16 @@ MOE_3_65_GB = {
 }
 """843 checkpoint tensors in bf16."""
 
+MOE_16_2_GB = MOE_3_65_GB | {
+    "vocab_size": 151_936,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+"""12 of the 48 layers of Qwen3-30B-A3B: 4,719 checkpoint tensors in bf16."""
+
 CUDA_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 """CUDA graphs without torch.compile, which takes a minute to start and changes nothing of a reload."""
 
@@ -73,6 +83,9 @@ class MoeTrainer:
             name: torch.empty(shape, dtype=torch.bfloat16, device=self._device)
             for name, shape in moe_shapes(sizes).items()
         }
+
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.values())
 
     def set(self, seed: int) -> None:
         generator = torch.Generator(self._device).manual_seed(seed)
