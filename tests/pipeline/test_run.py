@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import torch
 from weightsync.pipeline.stopping import Stopping
 
 PARTS = Path(__file__).parent
+ROOT = PARTS.parents[1]
 
 
 def written(folder: Path, *, trainer: str = "Trainer", arguments: str = "", replicas: int = 2) -> Path:
@@ -324,28 +326,33 @@ def test_a_signal_in_any_phase_leaves_nothing_behind(tmp_path: Path, cluster: Ru
     assert [name for name in set(os.listdir("/dev/shm")) - before if "weightsync" in name] == []
 
 
-def test_ray_job_submit_runs_the_same_file(tmp_path: Path, cluster: RunningCluster) -> None:
-    """There is room only if the run before gave its own back. Two methods are enough, and a bundle is shared."""
+def test_two_methods_are_enough_and_a_bundle_is_shared(tmp_path: Path, cluster: RunningCluster) -> None:
     path = written(tmp_path, trainer="Minimal", replicas=1)
+    process = start(path, "engines.placement=colocated", env=cluster.env | {"RAY_ADDRESS": cluster.gcs})
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
+    assert [update["version"] for update in lines_of(tmp_path / "out" / "updates.jsonl")] == [1, 2, 3]
+    (first, *_) = lines_of(tmp_path / "out" / "metrics.jsonl")
+    assert (first["num_rollouts"], first["metrics"]) == (0, {})
+
+
+def test_ray_job_submit_runs_the_file_of_make_demo(tmp_path: Path, cluster: RunningCluster) -> None:
+    """Two steps of it, with one engine, from a copy of the sources. There is room only if the runs before gave theirs back."""
+    for name in ("weightsync", "transports", "ray_actors", "examples"):
+        ignored = shutil.ignore_patterns("__pycache__", "runs")
+        shutil.copytree(ROOT / name, tmp_path / "tree" / name, symlinks=True, ignore=ignored)
     submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", cluster.dashboard]
-    run = [
-        sys.executable,
-        "-m",
-        "weightsync",
-        "run",
-        path.name,
-        f"run.out={tmp_path}/out",
-        "engines.placement=colocated",
-    ]
+    keys = ["run.steps=2", f"run.out={tmp_path}/out", "engines.replicas=1", "engines.placement=colocated"]
+    run = [sys.executable, "-m", "weightsync", "run", "examples/pipelines/rl_smollm2.yaml", *keys]
     command = [*submit, "--working-dir", ".", "--", *run]
     done = subprocess.run(
-        command, cwd=tmp_path, env=cluster.env, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path / "tree", env=cluster.env, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict: PASS" in done.stdout
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
     updates = lines_of(tmp_path / "out" / "updates.jsonl")
-    assert [update["version"] for update in updates] == [1, 2, 3]
+    assert [update["version"] for update in updates] == [1, 2]
     submission = re.search(r"raysubmit_\w+", done.stdout)
     assert submission is not None
     assert {update["job"] for update in updates} == {submission[0]}
-    (first, *_) = lines_of(tmp_path / "out" / "metrics.jsonl")
-    assert (first["num_rollouts"], first["metrics"]) == (0, {})
