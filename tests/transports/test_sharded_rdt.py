@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from weightsync.errors import DigestError, TransportError, UpdateTimeoutError
 from weightsync.identity import identify
 from weightsync.interfaces import LinkContext
 from weightsync.testing import TransportSuite
-from weightsync.testing.link import model, receive_all, rows, transfer
+from weightsync.testing.link import Tensors, model, receive_all, rows, transfer
 from weightsync.transports.arenas import ArenaClient
 from weightsync.transports.sharded_rdt import ShardedRdtReceiver, ShardedRdtSender
 from weightsync.transports.sidecar import NAMESPACE, Sidecar, Sidecars, check_landed
@@ -40,6 +41,14 @@ class TestShardedRdt(TransportSuite):
         """For links outside the suite."""
         cls.sidecars = sidecars
         return cls()
+
+
+@pytest.mark.gpu
+class TestFromGpuTensors(TestShardedRdt):
+    settings: ClassVar = {"device": "cuda:0"}
+
+    def hold(self, tensors: Tensors) -> Callable[[Tensors], Tensors]:
+        return lambda values: {name: value.cuda() for name, value in values.items()}
 
 
 # ---- the traps of RDT -----------------------------------------------------------------------------------------------

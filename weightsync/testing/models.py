@@ -47,7 +47,7 @@ def tiny_moe(seed: int, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def tiny_mla(seed: int, folder: Path) -> None:
-    """Write a random DeepSeek-V2: latent attention, experts, and shared ones. vLLM's kernel for CPUs fixes the latent size."""
+    """Write a random DeepSeek-V2: latent attention, experts, and shared ones. vLLM's kernels fix the heads' sizes."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     torch.manual_seed(seed)
@@ -59,8 +59,8 @@ def tiny_mla(seed: int, folder: Path) -> None:
         kv_lora_rank=512,
         q_lora_rank=24,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
         n_routed_experts=4,
         n_shared_experts=1,
         first_k_dense_replace=1,
