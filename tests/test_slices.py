@@ -153,7 +153,7 @@ def test_a_plan_carried_out_gives_every_rank_its_slices_and_nothing_else(seed: i
         for view in views
     ]
     for sender, at in enumerate(places):
-        orders = orders_of([route.items[sender] for route in routes.values()], [*whole])
+        orders = orders_of([route.shares[sender] for route in routes.values()], [*whole])
         assert all(set(stream) & {0, 2} in ({0, 2}, set()) for stream in orders.streams), "replicas share a stream"
         mine = {name: local_of(tensor, mesh, placements[name], at) for name, tensor in whole.items()}
         for i, parts in packed(orders, mine).items():

@@ -16,7 +16,7 @@ from weightsync.errors import ManifestError
 from weightsync.geometry import Region
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
+class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """A hyper-rectangle of a tensor: where it starts and how large it is, per dimension."""
 
     start: tuple[int, ...]

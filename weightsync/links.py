@@ -15,7 +15,7 @@ from weightsync.plan import choose_transports
 from weightsync.ranks import receivers
 from weightsync.registry import takes_shards
 from weightsync.report import LinkRow
-from weightsync.routes import Rank, Route, content_key, orders_of, plan_routes
+from weightsync.routes import Rank, Route, orders_of, plan_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def plan_links(
         for party, ranks in engines.items():
             for rank in ranks:
                 route = routes.get((party, rank.rank))
-                if route.items[sender] if route is not None else owned[sender]:
+                if route.shares[sender].items if route is not None else owned[sender]:
                     name = transports[sender, (party, rank.rank)]
                     ends.setdefault((sender, name), {}).setdefault(party, {})[rank.rank] = rank
     links: list[Link] = []
@@ -89,7 +89,7 @@ def _link(
             token=secrets.token_hex(16),
             gpus=gpus,
             helpers=tuple(helpers[r] for r in (f"trainer {sender}", *(o.load.rank for o in opened))) if taken else (),
-            contents=tuple(content_key(route.items[sender]) for route in taken),
+            contents=tuple(route.shares[sender].key for route in taken),
             shard_plans=tuple(sorted({route.plan_digest for route in taken})),
         ),
         order,
@@ -163,7 +163,7 @@ class Links:
         self.next_id += sum(link.plan.num_ids for link in links)
         order = next(iter(ranks.values())).order
         orders = {
-            link.plan.id: orders_of([routes[rank].items[link.plan.sender] for rank in link.receivers], order)
+            link.plan.id: orders_of([routes[rank].shares[link.plan.sender] for rank in link.receivers], order)
             for link in links
             if link.plan.contents
         }
@@ -209,7 +209,7 @@ class Links:
         """Helper processes of the receivers that take shards, and of the trainers that they take them from."""
         identities = {rank.load.rank: rank.identity for rank in takers.values()}
         for i, (party, trainer) in enumerate(trainers.items()):
-            if any(route.items[i] for route in routes.values()):
+            if any(route.shares[i].items for route in routes.values()):
                 identities[party] = trainer.identity
         return self._calls.helpers(identities) if identities else {}
 

@@ -17,7 +17,7 @@ def box_name(meta: TensorMeta, box: Box) -> str:
     return meta.name if box == Box.whole(meta.shape) else f"{meta.name}[{box}]"
 
 
-class Piecewise(msgspec.Struct, frozen=True, array_like=True):
+class Piecewise(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a box goes in one stream."""
 
     stream: int
@@ -27,7 +27,7 @@ class Piecewise(msgspec.Struct, frozen=True, array_like=True):
     """First byte in that."""
 
 
-class Order(msgspec.Struct, frozen=True, array_like=True):
+class Order(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One box of one local tensor."""
 
     name: str

@@ -6,28 +6,46 @@ from the same senders, so that it is packed once for all replicas, and one that 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from weightsync import messages as m
 from weightsync.boxes import Box
 from weightsync.chunk import aligned
+from weightsync.cuts import Ints
 from weightsync.digest import digest_text
 from weightsync.errors import ConfigError
-from weightsync.manifest import Manifest
+from weightsync.manifest import Manifest, TensorMeta
 from weightsync.needs import Needs
 from weightsync.orders import Order, Orders, Piecewise, box_name
-from weightsync.shardplan import ShardPlan
+from weightsync.pulls import Pulls
+from weightsync.shardplan import StagingLayout
 from weightsync.shardplanner import plan_shards
 
 T = TypeVar("T")
 
 Rank = tuple[str, int]
 """(engine, rank in the engine)."""
-Items = tuple[tuple[str, Box, str, int], ...]
-"""What one receiver takes from one sender, in order: (tensor, box of the local tensor, the receiver's name of the box that
-it is part of, first byte in that)."""
+Item = tuple[str, Box, str, int]
+"""(tensor, box of the local tensor, the receiver's name of the box that it is part of, first byte in that)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one receiver takes from one sender."""
+
+    items: tuple[Item, ...]
+    """In order."""
+    key: str
+    """Equal for receivers that get the same bytes of a version from a sender."""
+
+    @classmethod
+    def of(cls, items: Sequence[Item]) -> Share:
+        return cls(tuple(items), digest_text(["share-1", *items]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +53,7 @@ class Route:
     """How one engine rank gets its slices."""
 
     needs: Needs
-    items: tuple[Items, ...]
+    shares: tuple[Share, ...]
     """Per sender."""
     parts: Mapping[str, tuple[Box, ...]]
     """Names of which a needed box comes in parts -> those."""
@@ -70,11 +88,12 @@ def plan_routes(
         engine_names=[ranks[rank].load.rank for rank in fresh],
     )
     for j, rank in enumerate(fresh):
-        split = _split(plan, j)
+        pulls = list(plan.of_receiver(j))
+        split = _split(pulls)
         routes[needs[rank].digest] = Route(
             needs=needs[rank],
-            items=_items(plan, j, split),
-            parts=_parts(plan, j, split),
+            shares=tuple(map(Share.of, _items(pulls, plan.layout(j), split, plan.metas, plan.num_senders))),
+            parts=_parts(pulls, split),
             nbytes=_staged_bytes(manifest, needs[rank]),
             plan_digest=plan.digest,
         )
@@ -97,53 +116,98 @@ def _staged_bytes(manifest: Manifest, needs: Needs) -> int:
     )
 
 
-def _split(plan: ShardPlan, receiver: int) -> set[tuple[int, int]]:
+def _split(found: Sequence[Pulls]) -> set[tuple[int, int]]:
     """(number of the tensor, needed box) of what a pull would fill in several runs: each pull is a tensor of its own there."""
-    found: set[tuple[int, int]] = set()
-    for pulls in plan.of_receiver(receiver):
+    split: set[tuple[int, int]] = set()
+    for pulls in found:
         rows = pulls.rows[pulls.rows["staged_runs"] > 1]
-        found.update(zip(rows["name"].tolist(), rows["need"].tolist(), strict=True))
-    return found
+        split.update(zip(rows["name"].tolist(), rows["need"].tolist(), strict=True))
+    return split
 
 
-def _parts(plan: ShardPlan, receiver: int, split: set[tuple[int, int]]) -> dict[str, tuple[Box, ...]]:
-    found: dict[str, list[Box]] = {}
+def _parts(found: Sequence[Pulls], split: set[tuple[int, int]]) -> dict[str, tuple[Box, ...]]:
+    parts: dict[str, list[Box]] = {}
     if split:
-        for pulls in plan.of_receiver(receiver):
+        for pulls in found:
             for pull, number in zip(pulls, pulls.rows["name"].tolist(), strict=True):
                 if (number, pull.need) in split:
-                    found.setdefault(pull.name, []).append(pull.box)
-    return {name: tuple(sorted(boxes)) for name, boxes in found.items()}
+                    parts.setdefault(pull.name, []).append(pull.box)
+    return {name: tuple(sorted(boxes)) for name, boxes in parts.items()}
 
 
-def _items(plan: ShardPlan, receiver: int, split: set[tuple[int, int]]) -> tuple[Items, ...]:
-    """Per sender, what the receiver takes from it, group by group."""
-    found: list[list[tuple[str, Box, str, int]]] = [[] for _ in range(plan.num_senders)]
-    layout = plan.layout(receiver)
-    fields = ("sender", "name", "need", "start", "size", "local_start", "staged_offset")
-    for pulls in plan.of_receiver(receiver):
-        for row in zip(*(pulls.rows[field].tolist() for field in fields), strict=True):
-            sender, number, need, start, size, local_start, staged = row
-            meta = plan.metas[number]
-            skip = len(size) - len(meta.shape)
-            size = tuple(size[skip:])
-            if (number, need) in split:
-                label, at = box_name(meta, Box(tuple(start[skip:]), size)), 0
-            else:
-                label = box_name(meta, layout.boxes[meta.name][need])
-                at = staged - layout.offsets[meta.name][need]
-            found[sender].append((meta.name, Box(tuple(local_start[skip:]), size), label, at))
-    return tuple(map(tuple, found))
+def _items(
+    found: Sequence[Pulls],
+    layout: StagingLayout,
+    split: set[tuple[int, int]],
+    metas: Sequence[TensorMeta],
+    num_senders: int,
+) -> list[list[Item]]:
+    """Per sender, what the receiver takes from it, group by group.
+
+    A plan has millions of pulls: what is alike in many module groups, the boxes of local tensors, is made once.
+    """
+    items: list[list[Item]] = [[] for _ in range(num_senders)]
+    known: dict[bytes, list[Box]] = {}
+    num_dims = np.array([len(meta.shape) for meta in metas], dtype=np.int64)
+    for pulls in found:
+        names, labels, at = _labels(pulls, layout, split)
+        boxes = _local_boxes(pulls, num_dims, known)
+        taken = list(zip(names, boxes, labels, at, strict=True))
+        senders = pulls.rows["sender"]
+        edges = [0, *(np.flatnonzero(senders[1:] != senders[:-1]) + 1).tolist(), len(senders)]
+        for start, end in itertools.pairwise(edges):
+            if end > start:
+                items[int(senders[start])] += taken[start:end]
+    return items
 
 
-def orders_of(items: Sequence[Items], order: Sequence[str]) -> Orders:
-    """What a sender is told about a link: *items* of each of the link's receivers; tensors are sent in *order*."""
-    streams: dict[Items, list[int]] = {}
-    for i, of_receiver in enumerate(items):
-        streams.setdefault(of_receiver, []).append(i)
+def _local_boxes(pulls: Pulls, num_dims: Ints, known: dict[bytes, list[Box]]) -> list[Box]:
+    """Of each pull, the box of its sender's local tensor; *known* are those of other module groups."""
+    columns = np.column_stack([num_dims[pulls.rows["name"]], pulls.rows["local_start"], pulls.rows["size"]])
+    key = columns.tobytes()
+    if key not in known:
+        unique, at = np.unique(columns, axis=0, return_inverse=True)
+        width = pulls.rows["size"].shape[1]
+        boxes = [
+            Box(tuple(row[1 + width - row[0] : 1 + width]), tuple(row[1 + 2 * width - row[0] :]))
+            for row in unique.tolist()
+        ]
+        known[key] = [boxes[i] for i in at.reshape(-1).tolist()]
+    return known[key]
+
+
+def _labels(pulls: Pulls, layout: StagingLayout, split: set[tuple[int, int]]) -> tuple[list[str], list[str], list[int]]:
+    """Of each pull, its tensor, the receiver's name of the box that it is part of, and the first byte in that."""
+    rows, metas = pulls.rows, pulls.metas
+    pairs, which = np.unique(np.stack([rows["name"], rows["need"]]), axis=1, return_inverse=True)
+    of_pair = [(metas[number], number, need) for number, need in pairs.T.tolist()]
+    which = which.reshape(-1)
+    starts = np.array([layout.offsets[meta.name][need] for meta, _, need in of_pair], dtype=np.int64)
+    names, labels = [], []
+    for meta, _, need in of_pair:
+        names.append(meta.name)
+        labels.append(box_name(meta, layout.boxes[meta.name][need]))
+    each = which.tolist()
+    found = [labels[i] for i in each]
+    at = (rows["staged_offset"] - starts[which]).tolist()
+    if split:
+        parted = {i for i, (_, number, need) in enumerate(of_pair) if (number, need) in split}
+        for row in (row for row, i in enumerate(each) if i in parted):
+            meta = metas[rows["name"][row]]
+            skip = rows["size"].shape[1] - len(meta.shape)
+            start, size = (tuple(rows[field][row].tolist()[skip:]) for field in ("start", "size"))
+            found[row], at[row] = box_name(meta, Box(start, size)), 0
+    return [names[i] for i in each], found, at
+
+
+def orders_of(shares: Sequence[Share], order: Sequence[str]) -> Orders:
+    """What a sender is told about a link: *shares* of each of the link's receivers; tensors are sent in *order*."""
+    streams: dict[str, list[int]] = {}
+    for i, share in enumerate(shares):
+        streams.setdefault(share.key, []).append(i)
     targets: dict[str, dict[Box, list[Piecewise]]] = {}
-    for number, of_stream in enumerate(streams):
-        for name, local, label, start in of_stream:
+    for number, receivers in enumerate(streams.values()):
+        for name, local, label, start in shares[receivers[0]].items:
             targets.setdefault(name, {}).setdefault(local, []).append(Piecewise(number, label, start))
     return Orders(
         tuple(map(tuple, streams.values())),
@@ -154,8 +218,3 @@ def orders_of(items: Sequence[Items], order: Sequence[str]) -> Orders:
             for local, of_box in targets[name].items()
         ),
     )
-
-
-def content_key(items: Items) -> str:
-    """Equal for receivers that get the same bytes of a version from a sender."""
-    return digest_text(["items-1", [(name, box.start, box.size, label, start) for name, box, label, start in items]])
