@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIPELINE ?= examples/pipelines/rl_smollm2.yaml
+# Processes that share the tests, file by file. Each has a Ray of its own; some hold 6 GB.
+WORKERS ?= 2
 # One GPU for the trainer and both engines of the demo, where there is one.
 ON_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),trainer.resources.num_gpus=0.3 engines.resources.num_gpus=0.35 engines.arguments.gpu_memory_utilization=0.25)
 
@@ -26,7 +28,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.cpu $(ARGS)

@@ -117,13 +117,20 @@ def load_weights() -> Callable[[Path], Weights]:
 
 
 @pytest.fixture(scope="session")
-def start_llm() -> Callable[..., Any]:
-    """Start a vllm.LLM in this process on a folder."""
+def start_llm(moe: tuple[Path, Path]) -> Callable[..., Any]:
+    """Start a vllm.LLM in this process on a folder.
+
+    One with experts goes before, whichever test comes first: vLLM makes the groups that they need for the first engine of a
+    process alone.
+    """
+    first: list[Any] = []
 
     def start(folder: Path, **arguments: Any) -> Any:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
+        if not first:
+            first.append(LLM(str(moe[0]), **ENGINE_ARGUMENTS))
         return LLM(str(folder), **(ENGINE_ARGUMENTS | arguments))
 
     return start

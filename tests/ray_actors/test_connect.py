@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import ray
 import torch
 
 import weightsync as ws
+from weightsync.testing.link import Footprint
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -339,16 +339,17 @@ def test_the_handle_may_be_used_from_another_task(trainer: Any, engine: Any) -> 
 
 def test_fifty_updates_leave_open_files_and_memory_flat() -> None:
     class Measured(Model):
-        def measure(self) -> tuple[int, int]:
+        def measure(self) -> tuple[int, int, int]:
+            counts = Footprint.now().counts
             with open("/proc/self/statm") as file:
-                return len(os.listdir("/proc/self/fd")), int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                nbytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            return counts["open files"], counts["shared mappings"], nbytes
 
         def blow_up(self) -> None:
             self.model = torch.nn.Linear(1024, 4096)
 
     trainer, engine = start(Measured), start(Measured)
     ray.get([trainer.blow_up.remote(), engine.blow_up.remote()])
-    shm = sum(1 for _ in Path("/dev/shm").iterdir())
     with ws.connect(trainers=[trainer], engines=[engine], source="model", target="model") as sync:
         for _ in range(10):
             sync.update()
@@ -356,7 +357,8 @@ def test_fifty_updates_leave_open_files_and_memory_flat() -> None:
         for _ in range(50):
             sync.update()
         after = ray.get([trainer.measure.remote(), engine.measure.remote()])
-    for (files_before, bytes_before), (files_after, bytes_after) in zip(before, after, strict=True):
+    for was, now in zip(before, after, strict=True):
+        (files_before, mappings_before, bytes_before), (files_after, mappings_after, bytes_after) = was, now
         assert files_after <= files_before + 2
+        assert mappings_after <= mappings_before + 1
         assert bytes_after - bytes_before < 8 * 2**20, "50 updates of 16 MiB keep less than half a model"
-    assert sum(1 for _ in Path("/dev/shm").iterdir()) <= shm + 1

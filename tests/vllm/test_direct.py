@@ -66,7 +66,6 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-# Before any dense engine: vLLM makes the groups that experts need for the first engine of a process alone.
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_moe_equals_a_fresh_engine_after_each_update(
     settings: dict[str, Any],

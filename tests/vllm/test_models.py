@@ -82,7 +82,6 @@ def make_folders(make: Callable[[int, Path], object], only: tuple[str, ...], fol
     return folders
 
 
-# A model with experts first: vLLM makes the groups that they need for the first engine of a process alone.
 @pytest.fixture(
     scope="module",
     params=[
