@@ -22,12 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import write_record
+from weightsync import messages as m
 from weightsync.boxes import strides_of
 from weightsync.geometry import Region
 from weightsync.holdings import Held, Holdings, Place, Split
+from weightsync.identity import identify
 from weightsync.loadmap import Copy, LoadMap
 from weightsync.manifest import Manifest, TensorMeta
 from weightsync.needs import Needs, common_groups
+from weightsync.report import LoadSummary
+from weightsync.routes import orders_of, plan_routes
 from weightsync.shardplan import ShardPlan
 from weightsync.shardplanner import plan_shards
 
@@ -172,6 +176,7 @@ def measured(case: str, rate: float) -> dict[str, Any]:
     view_peak = peak_rss()
     runs = sum(int(found.rows["local_runs"].sum()) for found in plan.of_receiver(LOOKED_AT))
     layerwise = plan_shards(manifest, holdings, of_rank)
+    routes_s, orders_s, routed_peak = routed(manifest, holdings, needs)
     in_turn = [layerwise.order(j) for j in range(plan.num_receivers)]
     return {
         "needs_s": needs_s,
@@ -181,6 +186,9 @@ def measured(case: str, rate: float) -> dict[str, Any]:
         "rss_before_bytes": before,
         "rss_peak_bytes": peak,
         "rss_peak_with_views_bytes": view_peak,
+        "routes_s": routes_s,
+        "orders_s": orders_s,
+        "rss_peak_with_routes_bytes": routed_peak,
         "module_groups": len(plan.groups),
         "view_of_receiver_s": receiver_s,
         "view_of_sender_s": sender_s,
@@ -200,6 +208,33 @@ def measured(case: str, rate: float) -> dict[str, Any]:
         "in_one_order_s": quarters(steps_s(layerwise, [sorted(order) for order in in_turn], rate)),
         "broadcast_s": [manifest.nbytes * part / 4 / rate for part in (1, 2, 3, 4)],
     }
+
+
+def routed(manifest: Manifest, holdings: Sequence[Holdings], needs: Sequence[Needs]) -> tuple[float, float, int]:
+    """What whoever opens links makes of the plan: seconds for the receivers' routes, and for what all senders are told; peak
+    memory with both."""
+    me = identify()
+    trainers = [m.Description(identity=me, manifest=manifest, version=0, holdings=of) for of in holdings]
+    ranks = {
+        (f"engine {i}", rank): m.ReceiverOpened(
+            identity=me,
+            rank=rank,
+            load=LoadSummary(rank=f"engine {i} rank {rank}", num_groups=0),
+            order=(),
+            version=0,
+            needs=needs[rank],
+        )
+        for i in range(REPLICAS)
+        for rank in range(TP)
+    }
+    started = time.perf_counter()
+    routes = plan_routes(manifest, trainers, ranks)
+    routes_s = time.perf_counter() - started
+    order = [meta.name for meta in manifest.tensors]
+    started = time.perf_counter()
+    orders = [orders_of([routes[rank].shares[sender] for rank in ranks], order) for sender in range(TRAINERS)]
+    assert len(orders) == TRAINERS
+    return routes_s, time.perf_counter() - started, peak_rss()
 
 
 def peak_rss() -> int:
@@ -257,6 +292,9 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "MB of memory at the peak (before planning)": lambda of: (
         f"{of['rss_peak_bytes'] / 1e6:.0f} ({of['rss_before_bytes'] / 1e6:.0f})"
     ),
+    "s for all receivers' routes": lambda of: f"{of['routes_s']:.1f}",
+    "s for all senders' orders": lambda of: f"{of['orders_s']:.1f}",
+    "MB at the peak with both": lambda of: f"{of['rss_peak_with_routes_bytes'] / 1e6:,.0f}",
     "s to expand a receiver's pulls": lambda of: f"{of['view_of_receiver_s']:.2f}",
     "s to expand a sender's pulls": lambda of: f"{of['view_of_sender_s']:.2f}",
     "pulls per receiver": lambda of: f"{of['pulls_per_receiver']:,}",

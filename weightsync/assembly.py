@@ -14,6 +14,7 @@ from weightsync.chunk import Piece, WeightChunk, from_bytes
 from weightsync.digest import copy_bytes
 from weightsync.errors import StagingLimitError, UpdateTimeoutError
 from weightsync.grouptable import GroupTable
+from weightsync.hostmemory import host_buffer
 from weightsync.loadmap import ModuleGroup
 from weightsync.manifest import Manifest, TensorMeta
 
@@ -172,6 +173,8 @@ class GroupAssembly(Arrival):
 
     def _new_buffer(self, group: OpenGroup, device: torch.device) -> torch.Tensor:
         try:
+            if device.type == "cpu":
+                return host_buffer(group.staging_bytes)
             return torch.empty(group.staging_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise StagingLimitError(

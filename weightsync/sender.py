@@ -16,6 +16,7 @@ from weightsync.doctor.look import look
 from weightsync.errors import ConfigError, ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.fanout import LockStep
 from weightsync.fence import Fence
+from weightsync.hostmemory import trim_heap
 from weightsync.identity import identify, on_device
 from weightsync.interfaces import LinkContext, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import Manifest, TensorMeta
@@ -269,6 +270,8 @@ class SenderRank:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
             for _ in tensors if gathers else ():
                 pass
+            if gathers and not transfer.held and self._source.device.type == "cpu":
+                trim_heap()
         nothing = TransferStats(changed_values=0 if self._config.count_changed_values and left_out else None)
         first = next(iter(stats.values()), nothing)
         return m.Sent(
