@@ -1,11 +1,12 @@
-"""Slices pulled against whole tensors sent: four FSDP2 trainer ranks, two engine replicas of two ranks each, one machine.
+"""Slices pulled against whole tensors sent: FSDP2 trainer ranks, engine replicas of two ranks each, one machine.
 
     python -m benchmarks.sharded [--mb 270 1000] [--rounds 5] [--out benchmarks/results/sharded.json]
 
 Engine ranks are torch modules whose layers are cut by columns and rows in turn (DTensor). Over sharded_rdt each pulls its
 half; over the others every trainer rank gathers each tensor, one of them sends it whole, and every engine rank copies its
 half out of it. All ranks are Ray actors; from the call in the driver until all engines have committed. After the last round
-the parts of every engine rank are compared with the trainers', bit by bit.
+the parts of every engine rank are compared with the trainers', bit by bit. On the CPU: four trainer ranks, two replicas;
+`benchmarks.multigpu` has them on GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import resource
 import statistics
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,21 @@ from weightsync.chunk import as_bytes
 from weightsync.digest import digest_bytes
 
 WIDTH = 2048
-TRAINERS, REPLICAS, RANKS = 4, 2, 2
+RANKS = 2
+"""Of an engine replica."""
 WARM_UP = 2
 TRANSPORTS = ("sharded_rdt", "broadcast", "shared_memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    trainers: int = 4
+    replicas: int = 2
+    gpus: int = 0
+    """Over which the ranks are spread, trainers first; 0: they are on the CPU."""
+
+    def device(self, number: int) -> str:
+        return f"cuda:{number % self.gpus}" if self.gpus else "cpu"
 
 
 def layers(count: int) -> torch.nn.Sequential:
@@ -38,31 +52,52 @@ def layers(count: int) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(count)))
 
 
-def join(store: str, rank: int, size: int) -> Any:
+def join(store: str, rank: int, size: int, device: torch.device) -> Any:
     """The mesh of all ranks that share *store*."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    return init_device_mesh("cpu", (size,))
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    return init_device_mesh(device.type, (size,))
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+class Measured:
+    """By how much its memory grows: the GPU's, or the process's."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.before = 0
+
+    def note_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.before = self._peak()
+
+    def grown(self) -> int:
+        return self._peak() - self.before
+
+    def _peak(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class Trainer:
-    def __init__(self, count: int, store: str, rank: int) -> None:
+class Trainer(Measured):
+    def __init__(self, count: int, store: str, rank: int, size: int, device: str) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        mesh = join(store, rank, TRAINERS)
+        super().__init__(device)
+        mesh = join(store, rank, size, self.device)
         torch.manual_seed(0)
-        self.model = layers(count)
+        self.model = layers(count).to(self.device)
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.before = 0
 
     def change(self, step: int) -> None:
         for parameter in self.model.parameters():
@@ -74,51 +109,47 @@ class Trainer:
         found = []
         for i, parameter in enumerate(self.model.parameters()):
             of: Any = parameter.data
-            found.append([digest_bytes(as_bytes(half)) for half in of.full_tensor().chunk(RANKS, i % 2)])
+            found.append([digest_bytes(as_bytes(half.cpu())) for half in of.full_tensor().chunk(RANKS, i % 2)])
         return found
 
-    def note_peak(self) -> None:
-        self.before = peak_bytes()
 
-    def grown(self) -> int:
-        return peak_bytes() - self.before
-
-
-class Engine:
-    def __init__(self, count: int, store: str, rank: int) -> None:
+class Engine(Measured):
+    def __init__(self, count: int, store: str, rank: int, device: str) -> None:
         from torch.distributed.tensor import DTensor, Shard
 
-        mesh = join(store, rank, RANKS)
+        super().__init__(device)
+        mesh = join(store, rank, RANKS, self.device)
         with torch.device("meta"):
             self.model = layers(count)
         for i, layer in enumerate(self.model):
             shape = [WIDTH, WIDTH]
             shape[i % 2] //= RANKS
-            part = torch.zeros(shape, dtype=torch.bfloat16)
+            part = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
             cut = DTensor.from_local(part, mesh, [Shard(i % 2)], run_check=False)
             layer.register_parameter("weight", torch.nn.Parameter(cut, requires_grad=False))
-        self.before = 0
 
     def digests(self) -> list[int]:
         parts: list[Any] = [parameter.data for parameter in self.model.parameters()]
-        return [digest_bytes(as_bytes(part.to_local())) for part in parts]
-
-    def note_peak(self) -> None:
-        self.before = peak_bytes()
-
-    def grown(self) -> int:
-        return peak_bytes() - self.before
+        return [digest_bytes(as_bytes(part.to_local().cpu())) for part in parts]
 
 
-def measure(megabytes: int, transport: str, rounds: int, bucket: str) -> dict[str, Any]:
+def measure(layout: Layout, megabytes: int, transport: str, rounds: int, bucket: str) -> dict[str, Any]:
     """One transport, in actors of its own, so that peaks of memory are its own."""
     count = max(round(megabytes * 1e6 / (2 * WIDTH * WIDTH)), 1)
     with tempfile.TemporaryDirectory() as folder:
         start = {kind: ray.remote(num_cpus=0)(kind) for kind in (Trainer, Engine)}
-        trainers = [start[Trainer].remote(count, f"{folder}/trainers", rank) for rank in range(TRAINERS)]
+        trainers = [
+            start[Trainer].remote(count, f"{folder}/trainers", rank, layout.trainers, layout.device(rank))
+            for rank in range(layout.trainers)
+        ]
         engines = [
-            start[Engine].remote(count, f"{folder}/engine {replica}", rank)
-            for replica in range(REPLICAS)
+            start[Engine].remote(
+                count,
+                f"{folder}/engine {replica}",
+                rank,
+                layout.device(layout.trainers + replica * RANKS + rank),
+            )
+            for replica in range(layout.replicas)
             for rank in range(RANKS)
         ]
         everybody = [*trainers, *engines]
@@ -147,8 +178,8 @@ def measure(megabytes: int, transport: str, rounds: int, bucket: str) -> dict[st
         "median_pause_s": statistics.median(report.pause_s for report in counted),
         "bytes_per_engine_rank": rows[0].nbytes,
         "bytes_to_engines": sum(row.nbytes for row in rows),
-        "peak_growth_trainer_bytes": max(grown[:TRAINERS]),
-        "peak_growth_engine_bytes": max(grown[TRAINERS:]),
+        "peak_growth_trainer_bytes": max(grown[: layout.trainers]),
+        "peak_growth_engine_bytes": max(grown[layout.trainers :]),
     }
 
 
@@ -164,8 +195,9 @@ def main() -> None:
         address="local", num_cpus=8, object_store_memory=10**8, include_dashboard=False, logging_level="warning",
         log_to_driver=False,
     )  # fmt: skip
+    layout = Layout()
     found = [
-        measure(megabytes, transport, asked.rounds, asked.bucket)
+        measure(layout, megabytes, transport, asked.rounds, asked.bucket)
         for megabytes in asked.mb
         for transport in asked.transports
     ]
@@ -182,13 +214,7 @@ def main() -> None:
         )
     Console().print(table)
     if asked.out:
-        settings = {
-            "trainers": TRAINERS,
-            "replicas": REPLICAS,
-            "ranks": RANKS,
-            "bucket": asked.bucket,
-            "rounds": asked.rounds,
-        }
+        settings = {**asdict(layout), "ranks": RANKS, "bucket": asked.bucket, "rounds": asked.rounds}
         write_record(asked.out, ["weightsync", "torch", "ray", "nixl"], {**settings, "runs": found})
 
 

@@ -33,6 +33,7 @@ from rich.table import Table
 import weightsync as ws
 from benchmarks import vllm_ipc
 from benchmarks.common import EXTENSION, write_record
+from weightsync.report import RankRow
 from weightsync.testing.random_moe import CUDA_GRAPHS, MOE_3_65_GB, MOE_16_2_GB, Outputs
 
 MODELS: dict[str, dict[str, int]] = {"3.65GB": MOE_3_65_GB, "16.2GB": MOE_16_2_GB}
@@ -82,7 +83,7 @@ class Row:
     """Within the coordinator."""
     pause_s: list[float] = field(default_factory=list)
     apply_s: list[float] = field(default_factory=list)
-    """The engine rank's own: from the first copy, or the loader's start, until the GPU has done it all."""
+    """The slowest engine rank's own: from the first copy, or the loader's start, until the GPU has done it all."""
     phases: list[dict[str, float]] = field(default_factory=list)
     reloads: list[int] = field(default_factory=list)
     """How often the engine's loader ran; 0: everything was copied."""
@@ -180,6 +181,7 @@ def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, 
         return bool(ray.get(engine.outputs.remote()) == fresh)
 
     print(f"{clock():.0f} s: copy {1e3 * copy_s:.2f} ms, bare reload {1e3 * bare_s:.0f} ms", flush=True)
+    ranks: list[RankRow] = []
     for name, config in VARIANTS.items():
         if clock.is_over():
             continue
@@ -193,16 +195,16 @@ def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, 
                 start = time.perf_counter()
                 report = sync.update()
                 seconds = time.perf_counter() - start
-                assert set(report.transports.values()) == {AUTO}, report.transports
+                ranks = [of for of in report.ranks if of.rank.startswith("engine")]
+                assert len(ranks) > 1 or set(report.transports.values()) == {AUTO}, report.transports
                 assert report.apply == config["apply"], report.apply
                 if i >= 0:
                     row.update_s.append(seconds)
                     row.report_s.append(report.seconds)
                     row.pause_s.append(report.pause_s)
                     row.phases.append(report.phases)
-                    (of,) = (of for of in report.ranks if of.rank.startswith("engine"))
-                    row.apply_s.append(of.apply_s)
-                    row.reloads.append(of.reloads)
+                    row.apply_s.append(max(of.apply_s for of in ranks))
+                    row.reloads.append(max(of.reloads for of in ranks))
         row.ratio_to_bare = statistics.median(row.update_s) / bare_s
         row.apply_to_copy = statistics.median(row.apply_s) / copy_s
         row.exact = is_fresh()
@@ -211,6 +213,8 @@ def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, 
             f"{1e3 * statistics.median(row.apply_s):.1f} ms, {row.reloads}, exact {row.exact}",
             flush=True,
         )
+    if len(ranks) > 1:  # vLLM's own needs a trainer rank on each of their GPUs
+        return found
     ray.get(engine.init_weight_transfer_engine.remote())
     for name, packed in vllm_ipc.WAYS.items():
         if clock.is_over():
@@ -228,10 +232,12 @@ def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, 
 def run(
     folder: Path, sizes: dict[str, int], rounds: int, arguments: dict[str, Any], wanted: list[str], clock: Clock
 ) -> dict[str, Measured]:
-    trainer = ray.remote(vllm_ipc.IpcTrainer).options(num_gpus=GPU_SHARE["trainer"]).remote(sizes, DEVICE)
+    # An actor without a GPU of its own sees all of them.
+    share = GPU_SHARE if arguments.get("tensor_parallel_size", 1) == 1 else dict.fromkeys(GPU_SHARE, 0.0)
+    trainer = ray.remote(vllm_ipc.IpcTrainer).options(num_gpus=share["trainer"]).remote(sizes, DEVICE)
     ray.get(trainer.set.remote(FRESH_SEED))
     ray.get(trainer.write.remote(str(folder)))
-    start = ray.remote(vllm_ipc.IpcEngine).options(num_gpus=GPU_SHARE["engine"])
+    start = ray.remote(vllm_ipc.IpcEngine).options(num_gpus=share["engine"])
     # Both start at once, and neither is measured before both stand.
     engines = {
         name: start.remote(str(folder), ARGUMENTS | vllm_ipc.ENGINE_ARGUMENTS | arguments | own, ENVIRONMENT)
@@ -283,11 +289,14 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--limit-s", type=float, default=125, help="begin no more variants after so many seconds")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="GPUs of an engine; the trainer is on the first"
+    )
     parser.add_argument("--attention-backend", help="vLLM's attention_backend, where its own choice does not run")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_gpu.json"))
     asked = parser.parse_args()
     clock = Clock(asked.limit_s)
-    arguments = {"attention_backend": asked.attention_backend} if asked.attention_backend else {}
+    arguments: dict[str, Any] = {"attention_backend": asked.attention_backend} if asked.attention_backend else {}
     ray.init(
         address="local",
         num_cpus=8,
@@ -296,6 +305,8 @@ def main() -> None:
         logging_level="error",
         log_to_driver=False,
     )
+    if asked.tensor_parallel_size > 1:
+        arguments["tensor_parallel_size"] = asked.tensor_parallel_size
     with tempfile.TemporaryDirectory() as folder:
         measured = run(Path(folder), MODELS[asked.model], asked.rounds, arguments, asked.engines, clock)
     packages = ("torch", "ray", "vllm", "cupy-cuda13x", "cupy-cuda12x", "weightsync")
@@ -304,6 +315,7 @@ def main() -> None:
         "rounds": asked.rounds,
         "model": MODELS[asked.model],
         "attention_backend": asked.attention_backend,
+        "tensor_parallel_size": asked.tensor_parallel_size,
     }
     write_record(asked.out, packages, settings | {"measured": {name: asdict(of) for name, of in measured.items()}})
     Console(width=160).print(table(asked.model, measured))

@@ -140,9 +140,9 @@ class MoeEngine:
         return found
 
     def on_worker(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What *function* makes of vLLM's worker, in its process; the engine needs VLLM_ALLOW_INSECURE_SERIALIZATION=1
-        where that is another one."""
-        (found,) = self.llm.collective_rpc(function, args=args)
+        """What *function* makes of vLLM's first worker, in its process; every worker runs it. The engine needs
+        VLLM_ALLOW_INSECURE_SERIALIZATION=1 where that is another one."""
+        found, *_ = self.llm.collective_rpc(function, args=args)
         return found
 
     def forget_prompts(self) -> None:
