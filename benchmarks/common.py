@@ -1,4 +1,4 @@
-"""What the benchmarks share: how a record of a run says where, when and with what it was made."""
+"""What the benchmarks share: a Ray, and how a record of a run says where, when and with what it was made."""
 
 from __future__ import annotations
 
@@ -45,3 +45,18 @@ def version(name: str) -> str | None:
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def start_ray() -> None:
+    """A local Ray that says little; actors without a GPU of their own see all of them."""
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=10**9,
+        include_dashboard=False,
+        logging_level="error",
+        log_to_driver=False,
+    )

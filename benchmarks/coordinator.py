@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import weightsync as ws
-from benchmarks.common import write_record
+from benchmarks.common import start_ray, write_record
 from weightsync import messages as m
 from weightsync.calls import Calls
 from weightsync.drive import drive
@@ -149,7 +149,7 @@ def main() -> None:
     table.add_row("exponent of the growth, 100 to 10,000", *(f"{exponents[w]:.2f}" for w in WIDTHS))
     console.print(table)
 
-    ray.init(num_cpus=8, object_store_memory=10**9, include_dashboard=False, logging_level="error", log_to_driver=False)
+    start_ray()
     actors = [ray.remote(Party).options(num_cpus=0.01).remote() for _ in range(max(ACTORS))]
     ray.get([actor.ready.remote() for actor in actors])
     updates = {n: real(actors[:n], arguments.rounds) for n in ACTORS}

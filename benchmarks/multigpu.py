@@ -31,7 +31,7 @@ from rich.table import Table
 
 import weightsync as ws
 from benchmarks import nccl, sharded
-from benchmarks.common import write_record
+from benchmarks.common import start_ray, write_record
 from benchmarks.gpu_party import SIZES, Party, layout
 
 SECTIONS = ("link", "nccl", "sessions", "roots", "slices")
@@ -194,10 +194,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.gpus < 2:
         parser.error("two GPUs at least; --gpus says how many to use")
-    ray.init(
-        address="local", num_cpus=8, object_store_memory=10**9, include_dashboard=False, logging_level="error",
-        log_to_driver=False,
-    )  # fmt: skip
+    start_ray()
     found: dict[str, list[Row]] = {}
     nbytes = layout(asked.size)[1]
     if "link" in asked.only and not asked.cpu:

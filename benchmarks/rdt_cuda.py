@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import write_record
+from benchmarks.common import start_ray, write_record
 
 ROUNDS = 5
 TLS = {
@@ -136,14 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rdt_cuda.json"))
     asked = parser.parse_args()
     nbytes = int(asked.gb * 1e9) // 4096 * 4096
-    ray.init(
-        address="local",
-        num_cpus=8,
-        object_store_memory=10**9,
-        include_dashboard=False,
-        logging_level="error",
-        log_to_driver=False,
-    )
+    start_ray()
     cases = ["cuda_ipc"] if asked.device == "cuda" else []
     table = Table("", "GB/s", "median ms", "exact")
     rows = []

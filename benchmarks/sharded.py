@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import weightsync as ws
-from benchmarks.common import write_record
+from benchmarks.common import start_ray, write_record
 from weightsync.chunk import as_bytes
 from weightsync.digest import digest_bytes
 
@@ -191,10 +191,7 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=TRANSPORTS)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    ray.init(
-        address="local", num_cpus=8, object_store_memory=10**8, include_dashboard=False, logging_level="warning",
-        log_to_driver=False,
-    )  # fmt: skip
+    start_ray()
     layout = Layout()
     found = [
         measure(layout, megabytes, transport, asked.rounds, asked.bucket)

@@ -32,7 +32,7 @@ from rich.table import Table
 
 import weightsync as ws
 from benchmarks import vllm_ipc
-from benchmarks.common import EXTENSION, write_record
+from benchmarks.common import EXTENSION, start_ray, write_record
 from weightsync.report import RankRow
 from weightsync.testing.random_moe import CUDA_GRAPHS, MOE_3_65_GB, MOE_16_2_GB, Outputs
 
@@ -297,14 +297,7 @@ def main() -> None:
     asked = parser.parse_args()
     clock = Clock(asked.limit_s)
     arguments: dict[str, Any] = {"attention_backend": asked.attention_backend} if asked.attention_backend else {}
-    ray.init(
-        address="local",
-        num_cpus=8,
-        object_store_memory=10**9,
-        include_dashboard=False,
-        logging_level="error",
-        log_to_driver=False,
-    )
+    start_ray()
     if asked.tensor_parallel_size > 1:
         arguments["tensor_parallel_size"] = asked.tensor_parallel_size
     with tempfile.TemporaryDirectory() as folder:
