@@ -20,7 +20,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,6 @@ WARM_UP = 1
 Row = dict[str, Any]
 
 
-def median_s(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds)
-
-
 # ---- links ----------------------------------------------------------------------------------------------------------
 
 
@@ -66,16 +63,12 @@ def copies(gpus: int, rounds: int) -> list[Row]:
                 for gpu in (source, target):
                     torch.cuda.synchronize(gpu)
                 seconds.append(time.perf_counter() - start)
-            at = median_s(seconds[WARM_UP:])
+            at = statistics.median(seconds[WARM_UP:])
             found.append({"from": source, "to": target, "nbytes": nbytes, "seconds": at, "gb_per_s": nbytes / at / 1e9})
     return found
 
 
 # ---- sessions -------------------------------------------------------------------------------------------------------
-
-
-def device(number: int, *, cpu: bool) -> str:
-    return "cpu" if cpu else f"cuda:{number}"
 
 
 def session(size: str, trainers: Sequence[str], engines: Sequence[str], rounds: int, config: dict[str, Any]) -> Row:
@@ -105,33 +98,34 @@ def session(size: str, trainers: Sequence[str], engines: Sequence[str], rounds: 
     finally:
         for party in (*senders, *receivers):
             ray.kill(party)
-    update_s = median_s(seconds[WARM_UP:])
+    update_s = statistics.median(seconds[WARM_UP:])
     return {
         "roots": len(trainers),
         "engines": len(engines),
         "config": config,
         "transports": sorted(set(report.transports.values())),
         "update_s": update_s,
-        "data_path_s": median_s(data_path[WARM_UP:]),
+        "data_path_s": statistics.median(data_path[WARM_UP:]),
         "gb_per_s": report.nbytes / update_s / 1e9,
     }
 
 
 def sessions(size: str, gpus: int, rounds: int, roots: int, *, cpu: bool) -> Iterator[Row]:
-    trainers = [device(i, cpu=cpu) for i in range(roots)]
+    place = sharded.Layout(gpus=0 if cpu else gpus)
+    trainers = [place.device(i) for i in range(roots)]
     direct = "shared_memory" if cpu else "cuda_ipc"
     for count in range(1, gpus - roots + 1):
-        engines = [device(roots + i, cpu=cpu) for i in range(count)]
+        engines = [place.device(roots + i) for i in range(count)]
         for transport in ("auto", "broadcast", direct):
             for digest in (True, False):
                 config = {"transport": transport, "digest": digest, "apply": "streaming"}
-                yield attempt(lambda c=config, e=engines: session(size, trainers, e, rounds, c), config)
+                yield attempt(partial(session, size, trainers, engines, rounds, config), config)
 
 
-def attempt(run: Any, asked: dict[str, Any]) -> Row:
+def attempt(run: Callable[[], Row], asked: dict[str, Any]) -> Row:
     """One case that fails must not cost the others."""
     try:
-        found: Row = run()
+        found = run()
     except Exception as error:
         found = {"config": asked, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300]}"}
     print(json.dumps(found), flush=True)
@@ -142,12 +136,10 @@ def attempt(run: Any, asked: dict[str, Any]) -> Row:
 
 
 def slices(gpus: int, megabytes: int, rounds: int, *, cpu: bool) -> Iterator[Row]:
-    of = sharded.Layout(trainers=2, replicas=1, gpus=0 if cpu else gpus)
+    place = sharded.Layout(trainers=2, replicas=1, gpus=0 if cpu else gpus)
     for transport in ("sharded_rdt", "broadcast"):
-        yield attempt(
-            lambda t=transport: sharded.measure(of, megabytes, t, rounds, "32MiB"),
-            {"transport": transport},
-        )
+        run = partial(sharded.measure, place, megabytes, transport, rounds, "32MiB")
+        yield attempt(run, {"transport": transport})
 
 
 # ---- all of it ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,23 +114,32 @@ class Measured:
     ipc: dict[str, Ipc] = field(default_factory=dict)
 
 
+def timed(work: Callable[[], object], warm_up: int, rounds: int) -> list[float]:
+    """Seconds of each round, until the device has done it; in the worker."""
+
+    def synchronize() -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    seconds = []
+    for _ in range(warm_up + rounds):
+        synchronize()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds[warm_up:]
+
+
 def plain_copies(worker: Any, nbytes: int, warm_up: int, rounds: int) -> list[float]:
     """Seconds of each copy of *nbytes* on the worker's device."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=worker.device)
     target = torch.empty_like(source)
-    seconds = []
-    for _ in range(warm_up + rounds):
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - start)
+    seconds = timed(partial(target.copy_, source), warm_up, rounds)
     del source, target
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-    return seconds[warm_up:]
+    return seconds
 
 
 def bare_reloads(worker: Any, file: str, warm_up: int, rounds: int) -> list[float]:
@@ -137,20 +148,8 @@ def bare_reloads(worker: Any, file: str, warm_up: int, rounds: int) -> list[floa
     from vllm.config import set_current_vllm_config
 
     tensors = list(load_file(file, device=str(worker.device)).items())
-
-    def synchronize() -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-
-    seconds = []
     with set_current_vllm_config(worker.vllm_config):
-        for _ in range(warm_up + rounds):
-            synchronize()
-            start = time.perf_counter()
-            worker.model_runner.reload_weights(weights_iterator=iter(tensors))
-            synchronize()
-            seconds.append(time.perf_counter() - start)
-    return seconds[warm_up:]
+        return timed(lambda: worker.model_runner.reload_weights(weights_iterator=iter(tensors)), warm_up, rounds)
 
 
 class Clock:

@@ -196,12 +196,10 @@ def _labels(pulls: Pulls, layout: StagingLayout, split: set[tuple[int, int]]) ->
     rows, metas = pulls.rows, pulls.metas
     pairs, which = np.unique(np.stack([rows["name"], rows["need"]]), axis=1, return_inverse=True)
     of_pair = [(metas[number], number, need) for number, need in pairs.T.tolist()]
-    which = which.reshape(-1)
+    names = [meta.name for meta, _, _ in of_pair]
+    labels = [box_name(meta, layout.boxes[meta.name][need]) for meta, _, need in of_pair]
     starts = np.array([layout.offsets[meta.name][need] for meta, _, need in of_pair], dtype=np.int64)
-    names, labels = [], []
-    for meta, _, need in of_pair:
-        names.append(meta.name)
-        labels.append(box_name(meta, layout.boxes[meta.name][need]))
+    which = which.reshape(-1)
     each = which.tolist()
     found = [labels[i] for i in each]
     at = (rows["staged_offset"] - starts[which]).tolist()

@@ -339,7 +339,7 @@ def test_the_handle_may_be_used_from_another_task(trainer: Any, engine: Any) -> 
 
 @pytest.mark.parametrize(
     ("transport", "source", "limit_mib"),
-    [("auto", "model", 16), ("broadcast", "model", 16), ("broadcast", "copies", 96)],
+    [("auto", "model", 8), ("broadcast", "model", 8), ("broadcast", "copies", 96)],
 )
 def test_fifty_updates_leave_open_files_and_memory_flat(transport: str, source: str, limit_mib: int) -> None:
     """A model of 32 MiB, of tensors of 4 MiB, which malloc would take from a thread's arena, and keep there: up to 300 MiB

@@ -76,9 +76,9 @@ class Model:
 
 Size = tuple[int, int, int, int, int]
 LIMITS = (16, 6, 60, 8, 8)
-"""By how much a process may differ: open files, threads, MiB, shared mappings, Ray objects. The last failed update may still hold one gloo
-group, which has 13 files; if each did, some hundred would be open. A process that was started again since weighs up to 35
-MiB more or less; the model weighs 1, so an update that kept it would show as 75."""
+"""By how much a process may differ: open files, threads, MiB, shared mappings, Ray objects. The last failed update may still
+hold one gloo group, which has 13 files; if each did, some hundred would be open. A process that was started again since weighs
+up to 35 MiB more or less; the model weighs 1, so an update that kept it would show as 75."""
 
 
 def size(actor: Any = None) -> Size:
