@@ -147,7 +147,12 @@ def test_a_sidecar_that_ray_restarts_stays_unreadable_to_who_read_it_before(side
 
     try:
         pull()
+        before = ray.get(writer.open.remote())
         ray.kill(writer, no_restart=False)
+        deadline = time.monotonic() + 60
+        while ray.get(writer.open.remote()) == before:  # the old process still answers for a while
+            assert time.monotonic() < deadline, "Ray has not restarted the actor in 60 s"
+            time.sleep(0.05)
         for _ in range(2):
             with pytest.raises((TransportError, UpdateTimeoutError)):
                 pull()
