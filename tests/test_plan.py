@@ -111,7 +111,11 @@ def test_a_transport_that_is_named_is_taken(name: str) -> None:
         (rank(11), rank(22, **THERE), "on two hosts"),
     ],
 )
-@pytest.mark.parametrize("transport", ["cuda_ipc", (TransportRule(use="cuda_ipc"),)], ids=["named", "by a rule"])
+@pytest.mark.parametrize(
+    "transport",
+    ["cuda_ipc", "sharded_cuda_ipc", (TransportRule(use="cuda_ipc"),)],
+    ids=["named", "for slices", "by a rule"],
+)
 def test_cuda_ipc_is_refused_where_it_cannot_serve_and_both_are_named(
     transport: Any, trainer: Identity, engine: Identity, place: str
 ) -> None:
@@ -127,6 +131,26 @@ def test_a_rule_may_leave_the_pairs_that_cuda_ipc_cannot_serve_to_another() -> N
     config = SyncConfig(transport=rules)
     assert choose_transport(config, rank(1, "A"), rank(2, "A")) == "cuda_ipc"
     assert choose_transport(config, rank(1, "A"), rank(2, "A", **THERE)) == "broadcast"
+
+
+def test_a_receiver_of_slices_takes_them_from_every_sender_over_what_serves_the_pair() -> None:
+    senders, receivers = [rank(1, "A"), rank(2, "B", **THERE)], {"here": rank(3, "A"), "there": rank(4, "B", **THERE)}
+    slices = (TransportRule(use="sharded_cuda_ipc", same_host=True), TransportRule(use="sharded_rdt"))
+    assert choose_transports(SyncConfig(transport=slices), senders, receivers) == {
+        (0, "here"): "sharded_cuda_ipc",
+        (1, "here"): "sharded_rdt",
+        (0, "there"): "sharded_rdt",
+        (1, "there"): "sharded_cuda_ipc",
+    }
+    slices_here = (TransportRule(use="sharded_broadcast", same_host=True), TransportRule(use="broadcast"))
+    assert set(choose_transports(SyncConfig(transport=slices_here), senders, receivers).values()) == {
+        "sharded_broadcast"
+    }
+    none_between = (TransportRule(use="sharded_cuda_ipc", same_host=True), TransportRule(use="broadcast"))
+    with pytest.raises(
+        ConfigError, match=r"sharded_cuda_ipc cannot serve .* on two hosts; use a rule with sharded_rdt"
+    ):
+        choose_transports(SyncConfig(transport=none_between), senders, receivers)
 
 
 def test_an_unknown_transport_is_refused() -> None:

@@ -399,7 +399,10 @@ def test_a_streaming_update_that_fails_poisons_and_the_next_heals() -> None:
     def source() -> Iterator[tuple[str, torch.Tensor]]:
         for i, pair in enumerate(trainer.state_dict().items()):
             if fail and i == 8:
-                time.sleep(0.5)  # the engine is applying by now
+                deadline = time.monotonic() + 10
+                while not sync.receivers[0][0]._coalescer.num_handed_out:  # type: ignore[union-attr]
+                    assert time.monotonic() < deadline, "the engine has not begun to apply"
+                    time.sleep(0.01)
                 raise RuntimeError("the gather broke")
             yield pair
 
@@ -413,7 +416,10 @@ def test_a_streaming_update_that_fails_poisons_and_the_next_heals() -> None:
         fail = True
         with pytest.raises(EnginePoisonedError, match="gather broke"):
             session.update()
-        assert sync.receivers[0][0].poisoned
+        deadline = time.monotonic() + 10
+        while not sync.receivers[0][0].poisoned:  # it waits for bytes still, as long as its own bound
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         fail = False
         trainer.step()
         session.update()

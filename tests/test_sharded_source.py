@@ -519,6 +519,8 @@ def fleet(ranks: Ranks, engine: Model) -> Iterator[LocalFleet]:
         ("shared_memory", "streaming"),
         ("sharded_rdt", "staged"),
         ("sharded_rdt", "streaming"),
+        ("sharded_shared_memory", "staged"),
+        ("sharded_broadcast", "streaming"),
     ],
 )
 def test_an_engine_equals_four_fsdp_ranks_bit_for_bit(

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from benchmarks.shardplan import CASES, reads, shapes
 from weightsync.balance import Lot, fill, share_out, turns
-from weightsync.boxes import Box, Read, fused, read_of, region_in, separated
+from weightsync.boxes import Box, Read, fused, is_grid, read_of, region_in, regions_in, separated
 from weightsync.chunk import ALIGNMENT_BYTES
 from weightsync.errors import AgreementError, ManifestError
 from weightsync.geometry import Region
@@ -180,6 +180,43 @@ def test_a_read_finds_its_elements_in_the_smallest_box(data: st.DataObject) -> N
         used = [element[d] for element in elements]
         assert (min(used), max(used)) == (a, a + n - 1) or n == shape[d]
     assert torch.equal(region_in(region, shape, read.box).view_in(read.box.of(base).contiguous()), view)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_copy_of_a_grid_is_the_copies_of_what_of_it_lies_in_each_box(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    base = torch.arange(math.prod(shape)).reshape(shape)
+    view = data.draw(views(base))
+    source = Region.of(view)
+    stretched = torch.full((*view.shape, 2), -1)
+    target = stretched[..., 1]  # strided, and not at the beginning
+    assume(is_grid(source, shape))
+    cut, d = data.draw(st.integers(0, 6)), data.draw(st.integers(0, len(shape) - 1))
+    cut = min(cut, shape[d])
+    halves = [Box.whole(shape)]
+    if 0 < cut < shape[d]:
+        low, high = list(shape), list(shape)
+        low[d], high[d] = cut, shape[d] - cut
+        halves = [
+            Box((0,) * len(shape), tuple(low)),
+            Box(tuple(cut * (i == d) for i in range(len(shape))), tuple(high)),
+        ]
+    for box in halves:
+        found = regions_in(source, Region.of(target), shape, box)
+        if found is not None:
+            read, written = found
+            assert not (written.view_in(stretched.view(-1)) >= 0).any(), "nothing is written twice"
+            written.view_in(stretched.view(-1)).copy_(read.view_in(box.of(base).contiguous()))
+    assert torch.equal(target, view)
+
+
+def test_what_narrows_steps_and_turns_is_a_grid_and_what_runs_over_the_end_of_a_row_is_none() -> None:
+    base = torch.empty(6, 4, 2)
+    for view in (base, base[1:5, ::2, 1], base.transpose(0, 2)[:, 1:]):
+        assert is_grid(Region.of(view), (6, 4, 2))
+    for view in (base.view(-1), base.view(-1)[1:3], base.view(3, 2, 8), base.diagonal()):
+        assert not is_grid(Region.of(view), (6, 4, 2))
 
 
 def test_elements_that_are_read_twice_do_not_fill_a_box() -> None:

@@ -32,6 +32,7 @@ from weightsync.loadmap import Copy, LoadMap, Target
 from weightsync.manifest import Manifest
 from weightsync.needs import Needs
 from weightsync.orders import Orders
+from weightsync.placement import run_copies
 from weightsync.receiver import ReceiverRank
 from weightsync.report import LoadSummary
 from weightsync.routes import orders_of, plan_routes
@@ -116,8 +117,9 @@ def packed(orders: Orders, locals_of: Weights) -> dict[int, list[tuple[str, int,
     return found
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_plan_carried_out_gives_every_rank_its_slices_and_nothing_else(seed: int) -> None:
+def test_a_plan_carried_out_gives_every_rank_its_slices_and_nothing_else(seed: int, apart: bool) -> None:
     rng = random.Random(seed)
     whole = weights()
     manifest = Manifest.from_tensors(whole)
@@ -143,8 +145,9 @@ def test_a_plan_carried_out_gives_every_rank_its_slices_and_nothing_else(seed: i
     maps = [engine.load_map(manifest) for engine in engines]
     needs = [Needs.of(load_map, manifest) for load_map in maps]
     ranks = {(f"engine {i}", 0): opened(i, of) for i, of in enumerate(needs)}
-    routes = plan_routes(manifest, trainers, dict(list(ranks.items())[:2]))
-    routes |= plan_routes(manifest, trainers, dict(list(ranks.items())[2:]), list(routes.values()))
+    first, second = dict(list(ranks.items())[:2]), dict(list(ranks.items())[2:])
+    routes = plan_routes(manifest, trainers, first, apart=first if apart else ())
+    routes |= plan_routes(manifest, trainers, second, list(routes.values()), second if apart else ())
     assert routes["engine 2", 0] is routes["engine 0", 0], "a twin takes the same"
 
     views = [BoxView(manifest, maps[i], needs[i], routes[f"engine {i}", 0].parts) for i in range(3)]
@@ -157,7 +160,9 @@ def test_a_plan_carried_out_gives_every_rank_its_slices_and_nothing_else(seed: i
         assert all(set(stream) & {0, 2} in ({0, 2}, set()) for stream in orders.streams), "replicas share a stream"
         mine = {name: local_of(tensor, mesh, placements[name], at) for name, tensor in whole.items()}
         for i, parts in packed(orders, mine).items():
+            assert sum(data.nbytes for _, _, data in parts) == routes[f"engine {i}", 0].shares[sender].nbytes
             for name, start, data in parts:
+                assert start == 0 or not apart, "each is a tensor of its own"
                 coalescers[i].put(views[i].adopt(chunk(manifest, name, start, data)))
     torch.use_deterministic_algorithms(True)  # so that what is not needed of a whole tensor is NaN
     try:
@@ -165,8 +170,14 @@ def test_a_plan_carried_out_gives_every_rank_its_slices_and_nothing_else(seed: i
             coalescer.producer_done()
             assert coalescer.is_whole()
             assert coalescer.nbytes == of.nbytes(manifest)
-            view.adapt(engine).apply(coalescer.groups())
+            groups = [dict(group) for group in coalescer.groups()]
+            view.adapt(engine).apply(group.items() for group in groups)
             engine.check(whole)
+            if apart:
+                for target in engine.live().values():
+                    target.zero_()
+                run_copies(view.load_map.copies, {n: t for group in groups for n, t in group.items()}, engine.live())
+                engine.check(whole)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -177,7 +188,7 @@ def chunk(manifest: Manifest, name: str, start: int, data: torch.Tensor) -> Weig
     return made
 
 
-# ---- whole weight syncs over NIXL -----------------------------------------------------------------------------------
+# ---- whole weight syncs ------------------------------------------------------------------------------------------
 
 
 def refresh(modules: Sequence[torch.nn.Module], seed: int) -> None:
@@ -198,13 +209,21 @@ def trainers() -> list[torch.nn.Module]:
 
 
 CONFIG = ws.SyncConfig(transport="sharded_rdt", timeout_s=20, bucket_bytes="64KiB")
+over_each_transport = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(msgspec.structs.replace(CONFIG, transport=name), id=name)
+        for name in ("sharded_rdt", "sharded_shared_memory", "sharded_broadcast")
+    ],
+)
 
 
+@over_each_transport
 def test_whole_models_are_pulled_from_all_that_hold_them_and_a_late_engine_disturbs_nobody(
-    trainers: list[torch.nn.Module], sidecars: Sidecars
+    config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
     engines = [module_of(odd_weights(i)) for i in (1, 2)]
-    local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engines[0])], CONFIG, sidecars=sidecars)  # type: ignore[misc]
+    local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engines[0])], config, sidecars=sidecars)  # type: ignore[misc]
     with local as session:
         refresh(trainers, 3)
         report = session.update()
@@ -226,11 +245,12 @@ def test_whole_models_are_pulled_from_all_that_hold_them_and_a_late_engine_distu
         assert all(equal(engine, trainers[0]) for engine in engines)
 
 
+@over_each_transport
 def test_a_late_engine_waits_for_the_next_update_where_the_trainers_have_gone_on(
-    trainers: list[torch.nn.Module], sidecars: Sidecars
+    config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
     engines = [module_of(odd_weights(i)) for i in (1, 2)]
-    local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engines[0])], CONFIG, sidecars=sidecars)  # type: ignore[misc]
+    local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engines[0])], config, sidecars=sidecars)  # type: ignore[misc]
     with local as session:
         session.update()
         refresh(trainers, 5)
@@ -254,17 +274,19 @@ def test_slices_are_sent_also_where_nothing_has_changed(trainers: list[torch.nn.
             assert equal(engine, trainers[0])
 
 
+@over_each_transport
 @pytest.mark.parametrize("lazy", [False, True])
 def test_slices_travel_in_their_wire_dtype_also_where_the_source_makes_its_tensors(
-    lazy: bool, trainers: list[torch.nn.Module], sidecars: Sidecars
+    lazy: bool, config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
     engine = module_of(odd_weights(1))
-    config = msgspec.structs.replace(CONFIG, wire_dtype={"*": "bfloat16"}, apply="streaming")
+    config = msgspec.structs.replace(config, wire_dtype={"*": "bfloat16"}, apply="streaming")
     sources = [lambda t=t: iter(t.state_dict().items()) if lazy else t for t in trainers]
     with LocalSync(sources, [module_engine(engine)], config, sidecars=sidecars) as session:
         report = session.update()
-        (said, *_) = session.status()["transport_details"].values()
-    assert said.startswith("NIXL over UCX (")
+        said = session.status()["transport_details"]
+    assert all(details.startswith("NIXL over UCX (") for details in said.values())
+    assert bool(said) == (config.transport == "sharded_rdt")
     assert report.nbytes == sum(2 * buffer.numel() for buffer in engine.buffers())
     state = trainers[0].state_dict()
     assert all(torch.equal(b, state[n].to(torch.bfloat16).to(b.dtype)) for n, b in engine.named_buffers())
@@ -304,8 +326,8 @@ def at_node(rank: ReceiverRank, node: str) -> Callable[[bytes], list[bytes]]:
     return moved
 
 
-@pytest.mark.parametrize("other", ["shared_memory", "broadcast"])
-def test_one_update_carries_slices_to_some_and_whole_tensors_to_others(
+@pytest.mark.parametrize("other", ["shared_memory", "broadcast", "sharded_shared_memory", "sharded_broadcast"])
+def test_one_update_carries_slices_to_some_and_to_others_slices_or_whole_tensors_over_another_transport(
     other: str, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
     engines = [module_of(odd_weights(i)) for i in (1, 2)]
@@ -379,12 +401,13 @@ def part_engines(tmp_path: Path) -> Iterator[list[ProcessParty]]:
         party.close()
 
 
+@over_each_transport
 def test_ranks_of_a_sharded_torch_module_take_their_parts_and_never_hold_the_whole(
-    part_engines: list[ProcessParty], sidecars: Sidecars
+    config: ws.SyncConfig, part_engines: list[ProcessParty], sidecars: Sidecars
 ) -> None:
     trainer = large(1)
     fleet = LocalFleet([in_process_party([SenderRank(0, lambda: trainer)])], part_engines, sidecars=sidecars)
-    session = Session(fleet, msgspec.structs.replace(CONFIG, bucket_bytes=4 << 20, timeout_s=60))
+    session = Session(fleet, msgspec.structs.replace(config, bucket_bytes=4 << 20, timeout_s=60))
     session.open()
     before = [party.ask(peak_bytes) for party in part_engines]
     report = session.update()

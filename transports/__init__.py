@@ -5,6 +5,7 @@ shared_memory   handles; the bytes stay where they are   nothing *             n
 cuda_ipc        the same, on the GPU                     nothing *             no             cupy
 broadcast       bytes, in buckets, to all at once        what is incomplete    yes            gloo; NCCL and cupy on GPUs
 sharded_rdt     slices, pulled from who holds them       what is incomplete    yes            Ray, NIXL; a sidecar beside each rank
+sharded_...     slices, as that transport moves whole    as that               as that        as that
 
 * what is incomplete, where the model exceeds staging_limit_bytes
 """

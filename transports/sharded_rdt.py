@@ -88,6 +88,7 @@ class ShardedRdtSender(ChannelSender):
     name: ClassVar[str] = "sharded_rdt"
     messages: ClassVar[Any] = Message
     takes_shards: ClassVar[bool] = True
+    needs_helpers: ClassVar[bool] = True
 
     def __init__(self, context: LinkContext) -> None:
         super().__init__(context)

@@ -205,6 +205,46 @@ def region_in(region: Region, shape: tuple[int, ...], box: Box) -> Region:
     return Region(region.shape, moved, offset)
 
 
+def is_grid(region: Region, shape: tuple[int, ...]) -> bool:
+    """Whether each dimension of *region* goes along one dimension of a contiguous tensor of *shape*, each along another, and
+    stays within it: then what of it lies in a box is such a region again."""
+    strides = strides_of(shape)
+    along = [_digits(s, strides) for n, s in zip(region.shape, region.stride, strict=True) if n > 1]
+    taken = [[d for d, digit in enumerate(digits) if digit] for digits in along]
+    if any(len(dims) != 1 for dims in taken) or len({dims[0] for dims in taken}) < len(taken):
+        return False
+    low = _digits(region.offset, strides)
+    sizes = [n for n in region.shape if n > 1]
+    return all(
+        low[dims[0]] + digits[dims[0]] * (n - 1) < shape[dims[0]]
+        for dims, digits, n in zip(taken, along, sizes, strict=True)
+    )
+
+
+def regions_in(source: Region, destination: Region, shape: tuple[int, ...], box: Box) -> tuple[Region, Region] | None:
+    """What of *source*, a grid (`is_grid`) in a contiguous tensor of *shape*, lies in *box*: as a region of a contiguous tensor
+    that holds the box, and where the copy to *destination* puts it. None where nothing does."""
+    strides = strides_of(shape)
+    low = _digits(source.offset, strides)
+    fixed = set(range(len(shape)))
+    sizes, offset, moved = list(source.shape), source.offset, destination.offset
+    for i, (n, s) in enumerate(zip(source.shape, source.stride, strict=True)):
+        if n > 1:
+            d, step = next((d, digit) for d, digit in enumerate(_digits(s, strides)) if digit)
+            fixed.remove(d)
+            first = max(-(-(box.start[d] - low[d]) // step), 0)
+            last = min((box.start[d] + box.size[d] - 1 - low[d]) // step, n - 1)
+            if last < first:
+                return None
+            sizes[i] = last - first + 1
+            offset += first * s
+            moved += first * destination.stride[i]
+    if source.numel == 0 or any(not 0 <= low[d] - box.start[d] < box.size[d] for d in fixed):
+        return None
+    part = Region(tuple(sizes), source.stride, offset)
+    return region_in(part, shape, box), Region(tuple(sizes), destination.stride, moved)
+
+
 def _digits(elements: int, strides: Sequence[int]) -> list[int]:
     """*elements* as steps along each dimension of a tensor with these strides."""
     steps = []

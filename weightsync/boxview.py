@@ -10,12 +10,11 @@ source), the needed box is the whole tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from weightsync.boxes import Box, read_of, region_in
+from weightsync.boxes import Box, is_grid, read_of, region_in, regions_in
 from weightsync.chunk import WeightChunk
 from weightsync.digest import digest_text
 from weightsync.interfaces import DirectAdapter, EngineAdapter
@@ -24,9 +23,7 @@ from weightsync.manifest import Manifest, TensorMeta
 from weightsync.needs import Needs
 from weightsync.orders import box_name
 from weightsync.placement import copies_of_groups, run_copies
-
-if TYPE_CHECKING:
-    from weightsync.weightset import SetDigests, WeightSet
+from weightsync.weightset import SetDigests, WeightSet
 
 Pairs = list[tuple[str, torch.Tensor]]
 Parts = Mapping[str, tuple[Box, ...]]
@@ -88,12 +85,18 @@ class BoxView:
                 source = region_in(copy.source, meta.shape, box)
                 yield Copy(box_name(meta, box), copy.module, copy.parameter, source, copy.destination)
                 return
+            if copy.destination is not None and is_grid(copy.source, meta.shape):
+                for part in in_parts:
+                    regions = regions_in(copy.source, copy.destination, meta.shape, part)
+                    if regions is not None:
+                        yield Copy(box_name(meta, part), copy.module, copy.parameter, *regions)
+                return
         for label in self._labels(name):
             yield Copy(label, copy.module, copy.parameter, None, None)
 
     def adopt(self, chunk: WeightChunk | WeightSet | SetDigests) -> WeightChunk | WeightSet | SetDigests:
         """A chunk as it was sent, which speaks of the manifest of whole tensors; of any other it stays."""
-        if isinstance(chunk, WeightChunk) and chunk.manifest_digest == self.whole.digest:
+        if not isinstance(chunk, SetDigests) and chunk.manifest_digest == self.whole.digest:
             chunk.manifest_digest = self.manifest.digest
         return chunk
 

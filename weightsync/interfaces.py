@@ -89,8 +89,13 @@ class SenderTransport(ABC):
 
     name: ClassVar[str]
     takes_shards: ClassVar[bool] = False
-    """Given this rank's own parts of sharded tensors, as they lie, and orders that say which receiver gets what of them. Its
-    links need helper processes (`Fleet.helpers`)."""
+    """Engine ranks get the slices that they need, from whichever ranks hold them. The sender is given this rank's own parts of
+    sharded tensors, as they lie, and orders that say which receiver gets what of them."""
+    takes_boxes: ClassVar[bool] = False
+    """With `takes_shards`: the sender needs no orders. It is given, as tensors of their own, the slices that go to its
+    receivers, which all get the same; others have links of their own."""
+    needs_helpers: ClassVar[bool] = False
+    """Its links need helper processes (`Fleet.helpers`)."""
 
     def __init__(self, context: LinkContext) -> None:
         self.context = context

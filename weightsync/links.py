@@ -13,7 +13,7 @@ from weightsync.identity import Identity, check_nccl
 from weightsync.manifest import Manifest
 from weightsync.plan import choose_transports
 from weightsync.ranks import receivers
-from weightsync.registry import takes_shards
+from weightsync.registry import carrier_of, needs_helpers, takes_boxes, takes_shards
 from weightsync.report import LinkRow
 from weightsync.routes import Rank, Route, orders_of, plan_routes
 
@@ -37,7 +37,8 @@ def plan_links(
     routes: Mapping[Rank, Route] = {},
     helpers: Mapping[str, str] = {},
 ) -> list[Link]:
-    """One link per trainer that sends something and per transport to its receivers.
+    """One link per trainer that sends something and per transport to its receivers; over one that takes boxes, per set of
+    slices.
 
     Args:
         owned: per trainer the names that it sends.
@@ -49,16 +50,17 @@ def plan_links(
     Raises:
         AgreementError: ranks of a link between GPUs differ in NCCL, or in a variable of its environment; both are named.
     """
-    ends: dict[tuple[int, str], dict[str, dict[int, m.ReceiverOpened]]] = {}
+    ends: dict[tuple[int, str, str], dict[str, dict[int, m.ReceiverOpened]]] = {}
     for sender in range(len(trainers)):
         for party, ranks in engines.items():
             for rank in ranks:
                 route = routes.get((party, rank.rank))
                 if route.shares[sender].items if route is not None else owned[sender]:
                     name = transports[sender, (party, rank.rank)]
-                    ends.setdefault((sender, name), {}).setdefault(party, {})[rank.rank] = rank
+                    key = route.shares[sender].key if route is not None and takes_boxes(name) else ""
+                    ends.setdefault((sender, name, key), {}).setdefault(party, {})[rank.rank] = rank
     links: list[Link] = []
-    for (sender, transport), of_party in ends.items():
+    for (sender, transport, _), of_party in ends.items():
         links.append(_link(sender, trainers[sender].identity, transport, of_party, first_id, routes, helpers))
         first_id += links[-1].plan.num_ids
     return links
@@ -76,7 +78,7 @@ def _link(
     order = receivers(ends)
     opened = [ends[party][rank] for party, rank in order]
     gpus = (identity.gpu, *(rank.identity.gpu for rank in opened))
-    if transport == "broadcast" and all(gpus):
+    if carrier_of(transport) == "broadcast" and all(gpus):
         check_nccl({f"trainer {sender}": identity} | {rank.load.rank: rank.identity for rank in opened})
     taken = [routes[rank] for rank in order if rank in routes]
     return Link(
@@ -88,7 +90,9 @@ def _link(
             host=identity.address,
             token=secrets.token_hex(16),
             gpus=gpus,
-            helpers=tuple(helpers[r] for r in (f"trainer {sender}", *(o.load.rank for o in opened))) if taken else (),
+            helpers=tuple(helpers[r] for r in (f"trainer {sender}", *(o.load.rank for o in opened)))
+            if needs_helpers(transport)
+            else (),
             contents=tuple(route.shares[sender].key for route in taken),
             shard_plans=tuple(sorted({route.plan_digest for route in taken})),
         ),
@@ -156,9 +160,10 @@ class Links:
             {place: rank.identity for place, rank in ranks.items()},
         )
         takers = {place: rank for place, rank in ranks.items() if takes_shards(transports[0, place])}
-        routes = plan_routes(manifest, held, takers, list(self._routes.values())) if takers else {}
+        apart = {place for (_, place), name in transports.items() if place in takers and takes_boxes(name)}
+        routes = plan_routes(manifest, held, takers, list(self._routes.values()), apart) if takers else {}
         self._routes.update(routes)
-        helpers = self._helpers(trainers, takers, routes)
+        helpers = self._helpers(trainers, takers, routes, transports)
         links = plan_links(held, owned, engines, transports, self.next_id, routes, helpers)
         self.next_id += sum(link.plan.num_ids for link in links)
         order = next(iter(ranks.values())).order
@@ -205,12 +210,14 @@ class Links:
         trainers: Mapping[str, m.Description],
         takers: Mapping[Rank, m.ReceiverOpened],
         routes: Mapping[Rank, Route],
+        transports: Mapping[tuple[int, Rank], str],
     ) -> Mapping[str, str]:
-        """Helper processes of the receivers that take shards, and of the trainers that they take them from."""
-        identities = {rank.load.rank: rank.identity for rank in takers.values()}
+        """Helper processes of both ends, where shards are taken over a transport that needs such."""
+        identities: dict[str, Identity] = {}
         for i, (party, trainer) in enumerate(trainers.items()):
-            if any(route.shares[i].items for route in routes.values()):
-                identities[party] = trainer.identity
+            for place, rank in takers.items():
+                if routes[place].shares[i].items and needs_helpers(transports[i, place]):
+                    identities.update({party: trainer.identity, rank.load.rank: rank.identity})
         return self._calls.helpers(identities) if identities else {}
 
     def plan(self, id: int) -> m.LinkPlan:
@@ -262,11 +269,17 @@ class Links:
                 transport=link.plan.transport,
                 sender=f"trainer {link.plan.sender}",
                 receivers=tuple(pair.partition(" -> ")[2] for pair in link.pairs),
-                nbytes=sum(manifest.by_name[name].nbytes for name in self._owned[link.plan.sender]),
+                nbytes=self._nbytes(link, manifest),
             )
             for link in self._links.values()
             if any(party in parties for party, _ in link.receivers)
         )
+
+    def _nbytes(self, link: Link, manifest: Manifest) -> int:
+        """What goes over the link to a receiver, at most."""
+        if link.plan.contents:
+            return max(self._routes[rank].shares[link.plan.sender].nbytes for rank in link.receivers)
+        return sum(manifest.by_name[name].nbytes for name in self._owned[link.plan.sender])
 
     def transports(self) -> dict[str, str]:
         """ "trainer 0 -> engine 1 rank 0": name of the transport."""

@@ -6,10 +6,13 @@ name and the box. Receivers that take the same from a sender share a stream.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
+import torch
 
 from weightsync.boxes import Box
-from weightsync.manifest import TensorMeta
+from weightsync.manifest import Manifest, TensorMeta
 
 
 def box_name(meta: TensorMeta, box: Box) -> str:
@@ -53,3 +56,27 @@ class Orders(msgspec.Struct, frozen=True):
     def names(self) -> tuple[str, ...]:
         """The tensors, each once, in order."""
         return tuple(dict.fromkeys(order.name for order in self.orders))
+
+
+class Slicer:
+    """Cuts one rank's own parts into what a link takes: boxes, each a tensor of its own. There is one stream."""
+
+    def __init__(self, orders: Orders, manifest: Manifest) -> None:
+        self._boxes: dict[str, list[tuple[TensorMeta, Box | None]]] = {}
+        for order in orders.orders:
+            meta = manifest.by_name[order.name]
+            shape = meta.shape if order.local is None else order.local.size
+            for target in order.targets:
+                box = TensorMeta(target.name, meta.dtype, shape)
+                self._boxes.setdefault(order.name, []).append((box, order.local))
+
+    @property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """All that the link takes."""
+        return tuple(meta for boxes in self._boxes.values() for meta, _ in boxes)
+
+    def cut(self, shards: Iterable[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """The boxes, as views. Shards of which none is taken are passed over."""
+        for meta, shard in shards:
+            for box, local in self._boxes.get(meta.name, ()):
+                yield box, shard if local is None else local.of(shard)

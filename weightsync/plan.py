@@ -9,7 +9,7 @@ from weightsync.config import SyncConfig
 from weightsync.errors import AgreementError, ConfigError, ManifestError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest, TensorMeta
-from weightsync.registry import check_transport, takes_shards
+from weightsync.registry import carrier_of, check_transport, takes_shards
 
 R = TypeVar("R")
 
@@ -84,7 +84,8 @@ def choose_transports(
 ) -> dict[tuple[int, R], str]:
     """(sender, receiver) -> the name of the transport for that pair.
 
-    A receiver that takes shards from one sender takes them from all: each of them may hold what it needs a slice of.
+    A receiver that takes shards from one sender takes them from all: each of them may hold what it needs a slice of. Over
+    which transport may differ; a pair whose own takes no shards uses that of another pair.
 
     Raises:
         ConfigError: as `choose_transport`.
@@ -97,7 +98,11 @@ def choose_transports(
             for sender, count in zip(senders, readers, strict=True)
         ]
         sharded = next((name for name in names if takes_shards(name)), None)
-        found.update({(i, receiver): sharded or name for i, name in enumerate(names)})
+        for i, name in enumerate(names):
+            if sharded is not None and not takes_shards(name):
+                name = sharded
+                _check_place(name, senders[i], identity)
+            found[i, receiver] = name
     return found
 
 
@@ -135,14 +140,20 @@ def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity, *
     if name == "auto":
         return _fastest(sender, receiver, readers)
     check_transport(name)
-    if name == "cuda_ipc" and not (same_host and sender.gpu and receiver.gpu):
+    _check_place(name, sender, receiver)
+    return name
+
+
+def _check_place(name: str, sender: Identity, receiver: Identity) -> None:
+    same_host = sender.machine == receiver.machine
+    if carrier_of(name) == "cuda_ipc" and not (same_host and sender.gpu and receiver.gpu):
         place = "on two hosts" if not same_host else "not both on a GPU"
         raise ConfigError(
-            f"transport: cuda_ipc cannot serve a trainer ({sender}) and an engine ({receiver}) whose weights are {place}; use "
-            "auto, or a rule for such pairs",
+            f"transport: {name} cannot serve a trainer ({sender}) and an engine ({receiver}) whose weights are {place}; use "
+            + ("a rule with sharded_rdt or sharded_broadcast" if takes_shards(name) else "auto, or a rule")
+            + " for such pairs",
             key="transport",
         )
-    return name
 
 
 def _fastest(sender: Identity, receiver: Identity, readers: int) -> str:

@@ -233,7 +233,7 @@ class ReceiverRank:
         self._staged = request.staged
         copied = {name for link, _ in self._links if not link.stable for name in link.names}
         if self._boxes is not None:
-            copied = set(self._boxes.manifest.by_name)
+            copied = set(self._boxes.manifest.by_name) if copied else set()
         if copied:
             check_budget(
                 self._manifest if self._boxes is None else self._boxes.manifest,
@@ -287,7 +287,7 @@ class ReceiverRank:
         self._began = self._arrived = time.monotonic()
         self._applied = self._whole = False
         coalescer, self._next = self._next or self._new_coalescer(version), None
-        manifest = self._manifest
+        manifest = self._manifest if self._boxes is None else self._boxes.manifest
         links = [(link, transport, link.names) for link, transport in self._links]
         if left_out:
             part = self._part_without(left_out)

@@ -24,6 +24,18 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
         "weightsync.transports.broadcast:BroadcastSender",
         "weightsync.transports.broadcast:BroadcastReceiver",
     ),
+    "sharded_shared_memory": (
+        "weightsync.transports.sharded:ShardedSharedMemorySender",
+        "weightsync.transports.sharded:ShardedSharedMemoryReceiver",
+    ),
+    "sharded_cuda_ipc": (
+        "weightsync.transports.sharded:ShardedCudaIpcSender",
+        "weightsync.transports.sharded:ShardedCudaIpcReceiver",
+    ),
+    "sharded_broadcast": (
+        "weightsync.transports.sharded:ShardedBroadcastSender",
+        "weightsync.transports.sharded:ShardedBroadcastReceiver",
+    ),
     "sharded_rdt": (
         "weightsync.transports.sharded_rdt:ShardedRdtSender",
         "weightsync.transports.sharded_rdt:ShardedRdtReceiver",
@@ -74,6 +86,21 @@ def check_transport(name: str) -> None:
 def takes_shards(name: str) -> bool:
     """Whether the transport of this name takes shards; "auto" chooses none that does."""
     return name != "auto" and transport_classes(name)[0].takes_shards
+
+
+def takes_boxes(name: str) -> bool:
+    """Whether links of this transport are apart where their receivers take different slices."""
+    return transport_classes(name)[0].takes_boxes
+
+
+def carrier_of(name: str) -> str:
+    """The transport of whole tensors that this one gives slices to; itself, where it does not."""
+    return name.removeprefix("sharded_") if takes_boxes(name) else name
+
+
+def needs_helpers(name: str) -> bool:
+    """Whether links of this transport need helper processes."""
+    return transport_classes(name)[0].needs_helpers
 
 
 def transport_classes(name: str) -> tuple[type[SenderTransport], type[ReceiverTransport]]:

@@ -56,7 +56,8 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
     sender: str
     receivers: tuple[str, ...]
     nbytes: int
-    """What goes over it, to each receiver, where nothing is left out."""
+    """What goes over it, to each receiver, where nothing is left out; where they take different slices, to the one that takes
+    most."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -42,12 +42,13 @@ class Share:
 
     items: tuple[Item, ...]
     """In order."""
+    nbytes: int
     key: str
     """Equal for receivers that get the same bytes of a version from a sender."""
 
     @classmethod
-    def of(cls, items: Sequence[Item]) -> Share:
-        return cls(tuple(items), digest_text(["share-1", *items]))
+    def of(cls, items: Sequence[Item], nbytes: int) -> Share:
+        return cls(tuple(items), nbytes, digest_text(["share-1", *items]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Route:
     nbytes: int
     """What it needs, as it is staged."""
     plan_digest: str
+    apart: bool = False
+    """Whatever comes from several senders, or in several pieces, is cut so that each is a tensor of its own."""
 
 
 @contextlib.contextmanager
@@ -82,18 +85,23 @@ def plan_routes(
     trainers: Sequence[m.Description],
     ranks: Mapping[Rank, m.ReceiverOpened],
     known: Sequence[Route] = (),
+    apart: Collection[Rank] = (),
 ) -> dict[Rank, Route]:
     """A route for each of *ranks*; those whose needs are equal have one, a *known* one where there is such.
+
+    Args:
+        apart: ranks of which a transport takes boxes (`weightsync.interfaces.SenderTransport.takes_boxes`).
 
     Raises:
         ManifestError: a rank needs what no trainer holds. AgreementError: trainers describe a tensor differently.
         ConfigError: a party did not say what it holds or needs.
     """
     needs = {rank: _said(opened.needs, opened.load.rank) for rank, opened in ranks.items()}
-    routes = {route.needs.digest: route for route in known}
-    fresh = list({of.digest: rank for rank, of in reversed(needs.items()) if of.digest not in routes}.values())
+    keys = {rank: (of.digest, rank in apart) for rank, of in needs.items()}
+    routes = {(route.needs.digest, route.apart): route for route in known}
+    fresh = list({key: rank for rank, key in reversed(keys.items()) if key not in routes}.values())
     if not fresh:
-        return {rank: routes[of.digest] for rank, of in needs.items()}
+        return {rank: routes[key] for rank, key in keys.items()}
     plan = plan_shards(
         manifest,
         [_said(trainer.holdings, f"trainer {i}") for i, trainer in enumerate(trainers)],
@@ -104,21 +112,25 @@ def plan_routes(
     )
     for j, rank in enumerate(fresh):
         pulls = list(plan.of_receiver(j))
-        split = _split(pulls)
-        routes[needs[rank].digest] = Route(
+        split = _split(pulls, apart=rank in apart)
+        routes[keys[rank]] = Route(
             needs=needs[rank],
-            shares=tuple(map(Share.of, _items(pulls, plan.layout(j), split, plan.metas, plan.num_senders))),
+            shares=tuple(
+                itertools.starmap(Share.of, _items(pulls, plan.layout(j), split, plan.metas, plan.num_senders))
+            ),
             parts=_parts(pulls, split),
             nbytes=_staged_bytes(manifest, needs[rank]),
             plan_digest=plan.digest,
+            apart=rank in apart,
         )
-    return {rank: routes[of.digest] for rank, of in needs.items()}
+    return {rank: routes[key] for rank, key in keys.items()}
 
 
 def _said(said: T | None, who: str) -> T:
     if said is None:
         raise ConfigError(
-            f"{who} was not asked for its shards: no rule of the config names sharded_rdt", key="transport"
+            f"{who} was not asked for its shards: no rule of the config names a transport that takes them",
+            key="transport",
         )
     return said
 
@@ -131,11 +143,17 @@ def _staged_bytes(manifest: Manifest, needs: Needs) -> int:
     )
 
 
-def _split(found: Sequence[Pulls]) -> set[tuple[int, int]]:
-    """(number of the tensor, needed box) of what a pull would fill in several runs: each pull is a tensor of its own there."""
+def _split(found: Sequence[Pulls], *, apart: bool) -> set[tuple[int, int]]:
+    """(number of the tensor, needed box) of what a pull would fill in several runs, or, *apart*, several pulls would: each
+    pull is a tensor of its own there."""
     split: set[tuple[int, int]] = set()
     for pulls in found:
-        rows = pulls.rows[pulls.rows["staged_runs"] > 1]
+        rows = pulls.rows
+        if apart:
+            _, which, times = np.unique(rows[["name", "need"]], return_inverse=True, return_counts=True)
+            rows = rows[times[which.reshape(-1)] > 1]
+        else:
+            rows = rows[rows["staged_runs"] > 1]
         split.update(zip(rows["name"].tolist(), rows["need"].tolist(), strict=True))
     return split
 
@@ -156,12 +174,13 @@ def _items(
     split: set[tuple[int, int]],
     metas: Sequence[TensorMeta],
     num_senders: int,
-) -> list[list[Item]]:
-    """Per sender, what the receiver takes from it, group by group.
+) -> Iterable[tuple[list[Item], int]]:
+    """Per sender, what the receiver takes from it, group by group, and its bytes.
 
     A plan has millions of pulls: what is alike in many module groups, the boxes of local tensors, is made once.
     """
     items: list[list[Item]] = [[] for _ in range(num_senders)]
+    nbytes = np.zeros(num_senders, dtype=np.int64)
     known: dict[bytes, list[Box]] = {}
     num_dims = np.array([len(meta.shape) for meta in metas], dtype=np.int64)
     for pulls in found:
@@ -169,11 +188,12 @@ def _items(
         boxes = _local_boxes(pulls, num_dims, known)
         taken = list(zip(names, boxes, labels, at, strict=True))
         senders = pulls.rows["sender"]
+        np.add.at(nbytes, senders, pulls.rows["nbytes"])
         edges = [0, *(np.flatnonzero(senders[1:] != senders[:-1]) + 1).tolist(), len(senders)]
         for start, end in itertools.pairwise(edges):
             if end > start:
                 items[int(senders[start])] += taken[start:end]
-    return items
+    return zip(items, nbytes.tolist(), strict=True)
 
 
 def _local_boxes(pulls: Pulls, num_dims: Ints, known: dict[bytes, list[Box]]) -> list[Box]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from weightsync.hostmemory import trim_heap
 from weightsync.identity import identify, on_device
 from weightsync.interfaces import LinkContext, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import Manifest, TensorMeta
-from weightsync.orders import Orders
+from weightsync.orders import Orders, Slicer
 from weightsync.plan import may_take_shards
 from weightsync.registry import transport_classes
 from weightsync.source import TrainerSource
@@ -73,6 +75,8 @@ class SenderRank:
         self._plans: dict[int, m.LinkPlan] = {}
         self._shards: dict[int, tuple[str, ...]] = {}
         """Of the links that take shards, by id, the tensors of which they take some."""
+        self._slicers: dict[int, Slicer] = {}
+        """Of those that take boxes."""
         self._gathers = True
         self._work: Background[m.Ok | m.Sent] | None = None
         self._progress = 0
@@ -163,6 +167,11 @@ class SenderRank:
             if orders is not None:
                 self._shards[plan.id] = orders.names
                 metas = tuple(self._manifest.by_name[name] for name in orders.names)
+                if transport.takes_boxes:
+                    self._slicers[plan.id] = Slicer(orders, self._manifest)
+                    metas = self._slicers[plan.id].metas
+                    if not self._source.makes:
+                        transport.look(self._own_boxes(plan.id))
             elif self._source.held:
                 transport.look(held)
             opened.append((transport.open(metas), transport.stable(), transport.describe()))
@@ -207,6 +216,8 @@ class SenderRank:
         self._held = list(source.tensors(manifest, self._names)) if source.held else None
         if self._held is not None and not self._config.skip_unchanged:
             self._begin(self._held, self._links)
+        for id in self._slicers if not source.makes else ():
+            self._links[id].begin(self._own_boxes(id))
 
     def _give_head_start(self, held: Mapping[str, torch.Tensor]) -> None:
         for id, transport in self._links.items():
@@ -259,13 +270,19 @@ class SenderRank:
         sharded = [id for id in links if id in self._shards]
         gathers = len(sharded) < len(links) or (request.links is None and self._gathers)
         shards = self._counted(self._own_shards(sharded))
+        transfers = dict.fromkeys(links, transfer) | dict.fromkeys(
+            sharded, replace(transfer, held=not self._source.makes)
+        )
         try:
             if len(links) == 1:
-                stats = {id: link.send(transfer, shards if sharded else tensors) for id, link in links.items()}
+                stats = {
+                    id: link.send(transfers[id], self._cut(id, shards) if sharded else tensors)
+                    for id, link in links.items()
+                }
             else:
                 whole = LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s)
                 own = LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)
-                stats = self._send_over_all(links, transfer, {id: own if id in sharded else whole for id in links})
+                stats = self._send_over_all(links, transfers, {id: own if id in sharded else whole for id in links})
         finally:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
             for _ in tensors if gathers else ():
@@ -275,7 +292,11 @@ class SenderRank:
         nothing = TransferStats(changed_values=0 if self._config.count_changed_values and left_out else None)
         first = next(iter(stats.values()), nothing)
         return m.Sent(
-            nbytes=first.nbytes,
+            nbytes=max(
+                sum(part.nbytes for id, part in stats.items() if id in self._shards),
+                *(part.nbytes for id, part in stats.items() if id not in self._shards),
+                0,
+            ),
             content_digests={key: digest for id, part in stats.items() for key, digest in self._contents(id, part)},
             changed_values=first.changed_values,
             began=began,
@@ -285,7 +306,8 @@ class SenderRank:
     def _contents(self, id: int, stats: TransferStats) -> Iterator[tuple[int, int]]:
         """(id, digest) of what receivers of a link have to hold."""
         plan = self._plans[id]
-        for i, digest in enumerate(stats.content_digests or (stats.content_digest,)):
+        alike = (stats.content_digest,) * max(len(plan.contents), 1)
+        for i, digest in enumerate(stats.content_digests or alike):
             yield plan.content_id(i), digest
 
     def _own_shards(self, ids: Sequence[int]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
@@ -294,6 +316,16 @@ class SenderRank:
             assert self._source is not None and self._manifest is not None
             names = dict.fromkeys(name for id in ids for name in self._shards[id])
             yield from self._source.shards(self._manifest, tuple(names))
+
+    def _cut(
+        self, id: int, shards: Iterable[tuple[TensorMeta, torch.Tensor]]
+    ) -> Iterable[tuple[TensorMeta, torch.Tensor]]:
+        """*shards* as the link takes them."""
+        return self._slicers[id].cut(shards) if id in self._slicers else shards
+
+    def _own_boxes(self, id: int) -> list[tuple[TensorMeta, torch.Tensor]]:
+        """What a link takes that takes boxes, where it exists all at once."""
+        return list(self._cut(id, self._own_shards([id])))
 
     def _counted(self, tensors: Iterator[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         self._doing = "waits for its source"
@@ -307,13 +339,13 @@ class SenderRank:
     def _send_over_all(
         self,
         links: dict[int, SenderTransport],
-        transfer: Transfer,
+        transfers: Mapping[int, Transfer],
         items: Mapping[int, LockStep[Any]],
     ) -> dict[int, TransferStats]:
-        works = {
-            id: Background(lambda t=transport, of=items[id]: t.send(transfer, iter(of)), name=f"send-{transport.name}")  # type: ignore[misc]
-            for id, transport in links.items()
-        }
+        def send(id: int) -> TransferStats:
+            return links[id].send(transfers[id], self._cut(id, iter(items[id])))
+
+        works = {id: Background(partial(send, id), name=f"send-{transport.name}") for id, transport in links.items()}
         culprit = None
         while not all(work.is_done(0.05) for work in works.values()):
             if culprit is None and (failed := [work for work in works.values() if work.is_done(0) and work.failed]):
@@ -351,6 +383,7 @@ class SenderRank:
             transport.close()
             del self._links[id], self._plans[id]
             self._shards.pop(id, None)
+            self._slicers.pop(id, None)
         self._unconnected = [link for link in self._unconnected if link in self._links.values()]
         if not self._links:
             self._manifest = None

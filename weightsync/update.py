@@ -365,7 +365,7 @@ class UpdateMachine:
             error.args = (f"{party}: {error}",)
         if self.phase is Phase.ABORT:
             if party in self._applying or party in self._mixed:  # it does not say that nothing came of it
-                self.poisoned.setdefault(party, error)
+                self.poisoned.setdefault(party, self.error or error)  # the first failure is the cause
             return self._done(party, now)
         applying = self.phase is Phase.APPLY or (self.phase is Phase.COMMIT and party in self._engines)
         if applying:

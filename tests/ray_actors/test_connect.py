@@ -247,7 +247,7 @@ def test_trainers_that_disagree_on_a_tensor_are_refused(trainer: Any, engine: An
         (
             {"config": {"transport": "carrier_pigeon"}},
             ws.ConfigError,
-            "known: auto, broadcast, cuda_ipc, sharded_rdt, shared_memory",
+            "known: auto, broadcast, cuda_ipc, sharded_broadcast, ",
         ),
         ({"config": {"bucket_byte": 3}}, ws.ConfigError, "did you mean 'bucket_bytes'"),
         ({"config": {"wire_dtype": {"*": "bflot16"}}}, ws.ConfigError, "bflot16"),

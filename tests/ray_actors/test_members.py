@@ -36,10 +36,13 @@ class Model:
     def pid(self) -> int:
         return os.getpid()
 
-    def slowly(self, seconds: float) -> None:
-        self.seconds = seconds
+    def slowly(self, seconds: float, begun: Path | None = None) -> None:
+        """From now on wait before each tensor, and tell by a file when the first is asked for."""
+        self.seconds, self.begun = seconds, begun
 
     def source(self) -> Any:
+        if (begun := getattr(self, "begun", None)) is not None:
+            begun.touch()
         for name, tensor in self.model.state_dict().items():
             time.sleep(getattr(self, "seconds", 0))
             yield name, tensor
@@ -71,6 +74,13 @@ def kill(actor: Any) -> None:
         except ray.exceptions.RayActorError:
             time.sleep(0.1)
     raise AssertionError("Ray did not restart the actor")
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, "the update has not begun in 60 s"
+        time.sleep(0.01)
 
 
 def connect(trainer: Any, engines: list[Any], **config: Any) -> ws.WeightSync:
@@ -125,8 +135,14 @@ def test_a_coordinator_that_dies_in_mid_update_is_replaced_and_versions_go_on(
     trainer, engine, other = actors
     with connect(trainer, [engine, other], retries=retries, version_log=str(tmp_path / "log")) as sync:
         version = sync.update().version
-        ray.get([trainer.step.remote(), trainer.slowly.remote(0.3)])
-        threading.Timer(0.5, lambda: ray.kill(sync._coordinator)).start()
+        begun = tmp_path / "begun"
+        ray.get([trainer.step.remote(), trainer.slowly.remote(0.3, begun)])
+
+        def kill_in_mid_update() -> None:
+            wait_for(begun)
+            ray.kill(sync._coordinator)
+
+        threading.Thread(target=kill_in_mid_update).start()
         if retries:
             assert sync.update().version == version + 1
         else:
@@ -141,13 +157,13 @@ def test_a_coordinator_that_dies_in_mid_update_is_replaced_and_versions_go_on(
         assert same(*actors)
 
 
-def test_a_weight_sync_that_is_in_mid_update_cannot_be_taken_over(actors: list[Any]) -> None:
+def test_a_weight_sync_that_is_in_mid_update_cannot_be_taken_over(actors: list[Any], tmp_path: Path) -> None:
     trainer, engine, other = actors
     with connect(trainer, [engine]) as sync:
-        ray.get(trainer.slowly.remote(2))
+        ray.get(trainer.slowly.remote(2, tmp_path / "begun"))
         updating = threading.Thread(target=sync.update)
         updating.start()
-        time.sleep(0.5)
+        wait_for(tmp_path / "begun")
         with pytest.raises(ws.EngineStateError, match="another weight sync is in the middle of an update"):
             connect(trainer, [other])
         updating.join()

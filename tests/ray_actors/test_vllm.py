@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -107,6 +108,7 @@ class AsyncEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **arguments))
+        self.num_outputs = 0
 
     async def ask(self, prompt: list[int], count: int) -> tuple[list[int], list[str], int]:
         """(tokens, the versions that made them, how many tokens of the prompt were found in the cache)"""
@@ -115,11 +117,18 @@ class AsyncEngine:
         asked = SamplingParams(temperature=0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
         async for output in self.llm.generate({"prompt_token_ids": prompt}, asked, request_id=os.urandom(8).hex()):
             last = output
+            self.num_outputs += 1
         said = last.outputs[0]
         return list(said.token_ids), [span.version for span in said.weight_versions or ()], last.num_cached_tokens
 
     async def tokens(self, prompt: list[int], count: int) -> list[int]:
         return (await self.ask(prompt, count))[0]
+
+    async def next_output(self) -> None:
+        """Wait until a request has got further."""
+        before = self.num_outputs
+        while self.num_outputs == before:
+            await asyncio.sleep(0.002)
 
     async def plant(self, *fault: Any) -> None:
         await self.llm.collective_rpc("weightsync_plant", args=fault)
@@ -254,6 +263,11 @@ def test_two_replicas_of_two_ranks_pull_their_own_slices_from_four_fsdp_ranks(
             moved = {rank: nbytes - before[rank] for rank, nbytes in pulled().items()}
             assert [ray.get(engine.outputs.remote()) for engine in tp_engines] == [wanted[folder]] * 2
         assert set(report.transports.values()) == {"sharded_rdt"}
+    over_memory = config | {"transport": "sharded_shared_memory"}
+    with ws.connect(trainers=trainers, engines=tp_engines, source="model", target="llm", config=over_memory) as sync:
+        ray.get([trainer.load.remote(str(moe[1])) for trainer in trainers])
+        other = {row.rank: row.nbytes for row in sync.update().ranks}
+        assert [ray.get(engine.outputs.remote()) for engine in tp_engines] == [wanted[moe[1]]] * 2
     manifest = ws.Manifest.from_tensors(torch.load(moe[0] / "memory.pt"))
     maps = ray.get(tp_engines[0].load_maps.remote(msgspec.msgpack.encode(manifest)))
     rows = {row.rank: row for row in report.ranks}
@@ -262,7 +276,7 @@ def test_two_replicas_of_two_ranks_pull_their_own_slices_from_four_fsdp_ranks(
         slices = needs.nbytes(manifest)
         num_pulls = NUM_SHARDS * sum(map(len, needs.boxes.values()))
         for rank in (f"engine {replica} rank {i}" for replica in range(2)):
-            assert rows[rank].nbytes == slices
+            assert rows[rank].nbytes == other[rank] == slices
             assert slices <= moved[rank] <= slices + num_pulls * ALIGNMENT_BYTES
             assert rows[rank].peak_staging_bytes < 0.7 * manifest.nbytes
     for trainer in trainers:
@@ -377,7 +391,7 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
             trainers=[trainer], engines=[engine], source="weights", target="llm", config={"pause": pause}
         ) as sync:
             long_request = engine.tokens.remote(PROMPTS[0], 100)
-            time.sleep(0.2)
+            ray.get(engine.next_output.remote(), timeout=60)
             sync.update()
             count = len(ray.get(long_request, timeout=60))
             assert count == served_tokens if served_tokens is not None else count < 100

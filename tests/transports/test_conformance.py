@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from weightsync.registry import transport_names
+from weightsync.registry import carrier_of, transport_names
 from weightsync.testing import TransportSuite
 from weightsync.testing.link import BUCKET_BYTES, Tensors
 from weightsync.transports.shared_memory import share_parameters
@@ -51,4 +51,4 @@ TESTED_ELSEWHERE = frozenset({"cuda_ipc", "sharded_rdt"})
 
 def test_every_transport_is_held_to_the_contract() -> None:
     suites = (TestSharedMemoryStage, TestSharedMemoryBuckets, TestSharedMemoryParameters, TestBroadcast)
-    assert set(transport_names()) == {suite.transport for suite in suites} | TESTED_ELSEWHERE
+    assert {carrier_of(name) for name in transport_names()} == {suite.transport for suite in suites} | TESTED_ELSEWHERE

@@ -91,7 +91,7 @@ def duplicates(e: Evidence) -> Iterator[Finding]:
 def expandable_segments(e: Evidence) -> Iterator[Finding]:
     """torch's expandable segments are virtual memory, for which CUDA gives no IPC handle."""
     check = Check("gpus", "expandable segments")
-    senders = {sender for (sender, _), transport in e.transports.items() if transport == "cuda_ipc"}
+    senders = {sender for (sender, _), transport in e.carriers.items() if transport == "cuda_ipc"}
     hit = [rank for rank in senders if (gpu := e.processes[rank].facts.gpu) is not None and gpu.expandable]
     if hit:
         yield check.yellow(

@@ -22,7 +22,7 @@ def seconds_of(e: Evidence) -> float | None:
         return None
     senders: dict[str, float] = defaultdict(float)
     receivers: dict[str, float] = defaultdict(float)
-    for (trainer, engine), transport in e.transports.items():
+    for (trainer, engine), transport in e.carriers.items():
         nbytes = e.owned.get(trainer, 0)
         if transport == "broadcast":
             senders[trainer] = (
@@ -46,7 +46,7 @@ def update(e: Evidence) -> Iterator[Finding]:
     notes = [f"copies at {copied.copy / 1e9:.1f} GB/s, measured here"]
     if any(process.facts.libraries.get("vllm") and process.facts.engine for process in e.engines.values()):
         notes.append("vLLM's own reload, in the first update at least, comes on top")
-    if len({process.identity.machine for process in e.processes.values()}) > 1 or "broadcast" in e.transports.values():
+    if len({process.identity.machine for process in e.processes.values()}) > 1 or "broadcast" in e.carriers.values():
         notes.append("the network is not measured")
     found = f"about {seconds:.2g} s for {size(e.manifest.nbytes)}; an estimate ({'; '.join(notes)})"
     if seconds > e.config.timeout_s / 2:

@@ -12,6 +12,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest
 from weightsync.plan import choose_transport, count_readers
+from weightsync.registry import carrier_of
 from weightsync.report import LoadSummary
 
 
@@ -90,6 +91,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for sender, of in self.senders.items()
             for receiver, to in self.engines.items()
         }
+
+    @cached_property
+    def carriers(self) -> dict[tuple[str, str], str]:
+        """The same pairs -> by which transport bytes move there: sharded_cuda_ipc moves them as cuda_ipc does."""
+        return {pair: name and carrier_of(name) for pair, name in self.transports.items()}
 
     def readers(self, sender: Identity) -> int:
         """How many other GPUs of its host the sender's weights are for."""

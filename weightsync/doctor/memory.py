@@ -114,7 +114,7 @@ def _room(e: Evidence, what: str, places: dict[str, list[str]]) -> Iterator[Find
 def shared_memory(e: Evidence) -> Iterator[Finding]:
     """/dev/shm. weightsync's own segments are anonymous and need none of it; NCCL, vLLM and torch do."""
     check = Check("memory", "/dev/shm")
-    transports = e.transports
+    transports = e.carriers
     fine = []
     for ranks in _by_machine(e).values():
         facts = e.processes[ranks[0]].facts
@@ -162,7 +162,7 @@ def needs_of(e: Evidence) -> dict[str, Need]:
     """Rank -> what it holds at most."""
     limit, config = e.config.staging_limit, e.config
     of: dict[str, set[str]] = defaultdict(set)
-    for (sender, receiver), transport in e.transports.items():
+    for (sender, receiver), transport in e.carriers.items():
         of[sender].add(transport)
         of[receiver].add(transport)
     needs = {}
@@ -209,7 +209,7 @@ def _is_stable(e: Evidence) -> bool:
     return all(
         transport in ("shared_memory", "cuda_ipc")
         and (_lent(e.processes[sender], transport) or e.owned.get(sender, 0) <= e.config.staging_limit)
-        for (sender, _), transport in e.transports.items()
+        for (sender, _), transport in e.carriers.items()
     )
 
 

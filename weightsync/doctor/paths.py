@@ -63,7 +63,7 @@ def faster(e: Evidence) -> Iterator[Finding]:
     """Pairs for which there would be a faster way."""
     no_cupy = [
         f"{sender} -> {receiver}"
-        for (sender, receiver), transport in e.transports.items()
+        for (sender, receiver), transport in e.carriers.items()
         if transport == "shared_memory"
         and (gpu := e.processes[sender].identity.gpu)
         and gpu == e.processes[receiver].identity.gpu
@@ -145,7 +145,7 @@ def namespaces(e: Evidence) -> Iterator[Finding]:
     """Containers: two processes under one kernel, and in one another's reach or not."""
     check = Check("transports", "namespaces")
     pairs: dict[str, list[str]] = defaultdict(list)
-    for (sender, receiver), transport in e.transports.items():
+    for (sender, receiver), transport in e.carriers.items():
         if problem := _between(e.processes[sender].facts, e.processes[receiver].facts, transport):
             pairs[problem].append(f"{sender} -> {receiver}")
     for problem, who in pairs.items():
@@ -207,7 +207,7 @@ def links(e: Evidence) -> Iterator[Finding]:
 def _broadcasts(e: Evidence) -> dict[str, list[str]]:
     """Sender -> receivers that it reaches by broadcast."""
     found: dict[str, list[str]] = defaultdict(list)
-    for (sender, receiver), transport in e.transports.items():
+    for (sender, receiver), transport in e.carriers.items():
         if transport == "broadcast":
             found[sender].append(receiver)
     return found
