@@ -137,7 +137,8 @@ def attempt(run: Callable[[], Row], asked: dict[str, Any]) -> Row:
 
 def slices(gpus: int, megabytes: int, rounds: int, *, cpu: bool) -> Iterator[Row]:
     place = sharded.Layout(trainers=2, replicas=1, gpus=0 if cpu else gpus)
-    for transport in ("sharded_rdt", "broadcast"):
+    here = ("sharded_shared_memory",) if cpu else ("sharded_cuda_ipc",)
+    for transport in (*here, "sharded_broadcast", "sharded_rdt", "broadcast"):
         run = partial(sharded.measure, place, megabytes, transport, rounds, "32MiB")
         yield attempt(run, {"transport": transport})
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.sharded [--mb 270 1000] [--rounds 5] [--out benchmarks/results/sharded.json]
 
-Engine ranks are torch modules whose layers are cut by columns and rows in turn (DTensor). Over sharded_rdt each pulls its
+Engine ranks are torch modules whose layers are cut by columns and rows in turn (DTensor). Over sharded_... each gets its
 half; over the others every trainer rank gathers each tensor, one of them sends it whole, and every engine rank copies its
 half out of it. All ranks are Ray actors; from the call in the driver until all engines have committed. After the last round
 the parts of every engine rank are compared with the trainers', bit by bit. On the CPU: four trainer ranks, two replicas;
@@ -33,7 +33,7 @@ WIDTH = 2048
 RANKS = 2
 """Of an engine replica."""
 WARM_UP = 2
-TRANSPORTS = ("sharded_rdt", "broadcast", "shared_memory")
+TRANSPORTS = ("sharded_shared_memory", "sharded_rdt", "sharded_broadcast", "shared_memory", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)

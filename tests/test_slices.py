@@ -275,6 +275,26 @@ def test_slices_are_sent_also_where_nothing_has_changed(trainers: list[torch.nn.
 
 
 @over_each_transport
+def test_a_source_is_asked_once_an_update_for_its_shards(
+    config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
+) -> None:
+    engine, asked = module_of(odd_weights(1)), 0
+
+    def source() -> torch.nn.Module:
+        nonlocal asked
+        asked += 1
+        return trainers[0]
+
+    with LocalSync([source], [module_engine(engine)], config, sidecars=sidecars) as session:
+        for seed in (3, 4):
+            refresh(trainers, seed)
+            asked = 0
+            session.update()
+            assert equal(engine, trainers[0])
+            assert asked == 1
+
+
+@over_each_transport
 @pytest.mark.parametrize("lazy", [False, True])
 def test_slices_travel_in_their_wire_dtype_also_where_the_source_makes_its_tensors(
     lazy: bool, config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars

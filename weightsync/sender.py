@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,6 +77,8 @@ class SenderRank:
         """Of the links that take shards, by id, the tensors of which they take some."""
         self._slicers: dict[int, Slicer] = {}
         """Of those that take boxes."""
+        self._own: list[tuple[TensorMeta, torch.Tensor]] | None = None
+        """This rank's parts of what the update under way takes shards of, where they all exist."""
         self._gathers = True
         self._work: Background[m.Ok | m.Sent] | None = None
         self._progress = 0
@@ -151,6 +153,8 @@ class SenderRank:
         self._manifest, self._names, self._gathers = request.manifest, request.names, request.gathers
         assert self._source is not None
         held = list(self._source.tensors(self._manifest, self._names)) if self._source.held else []
+        boxed = {name for orders in request.orders.values() for name in orders.names}
+        own = [] if self._source.makes or not boxed else list(self._source.shards(self._manifest, tuple(boxed)))
         opened = []
         if request.orders and request.gathers and self._source.makes:
             raise ConfigError(
@@ -170,8 +174,8 @@ class SenderRank:
                 if transport.takes_boxes:
                     self._slicers[plan.id] = Slicer(orders, self._manifest)
                     metas = self._slicers[plan.id].metas
-                    if not self._source.makes:
-                        transport.look(self._own_boxes(plan.id))
+                    if own:
+                        transport.look(list(self._slicers[plan.id].cut(own)))
             elif self._source.held:
                 transport.look(held)
             opened.append((transport.open(metas), transport.stable(), transport.describe()))
@@ -213,11 +217,13 @@ class SenderRank:
         source.check(manifest, self._names, self._give_head_start)
         if self._config.skip_unchanged:
             self._digests.read(manifest, frozenset(self._names), source.parts())
+        self._own = list(self._own_shards(self._shards)) if self._shards and not source.makes else None
         self._held = list(source.tensors(manifest, self._names)) if source.held else None
         if self._held is not None and not self._config.skip_unchanged:
             self._begin(self._held, self._links)
-        for id in self._slicers if not source.makes else ():
-            self._links[id].begin(self._own_boxes(id))
+        if self._own is not None:
+            for id, slicer in self._slicers.items():
+                self._links[id].begin(list(slicer.cut(self._own)))
 
     def _give_head_start(self, held: Mapping[str, torch.Tensor]) -> None:
         for id, transport in self._links.items():
@@ -242,12 +248,13 @@ class SenderRank:
     def stand_down(self) -> None:
         """The weights may change again."""
         if self._ready:
-            self._ready, self._held = False, None
+            self._ready, self._held, self._own = False, None, None
 
     def _send(self, request: m.Transfer) -> m.Sent:
         assert self._source is not None and self._manifest is not None
         began = time.monotonic()
         held, self._held = self._held, None
+        own, self._own = self._own, None
         left_out = from_bits(self._manifest, request.left_out)
         names = tuple(name for name in self._names if name not in left_out)
         ids = self._links.keys() if request.links is None else request.links
@@ -269,7 +276,8 @@ class SenderRank:
         tensors = self._counted(source)
         sharded = [id for id in links if id in self._shards]
         gathers = len(sharded) < len(links) or (request.links is None and self._gathers)
-        shards = self._counted(self._own_shards(sharded))
+        shards = self._counted(iter(own) if own is not None else self._own_shards(sharded))
+        del own
         transfers = dict.fromkeys(links, transfer) | dict.fromkeys(
             sharded, replace(transfer, held=not self._source.makes)
         )
@@ -281,8 +289,8 @@ class SenderRank:
                 }
             else:
                 whole = LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s)
-                own = LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)
-                stats = self._send_over_all(links, transfers, {id: own if id in sharded else whole for id in links})
+                parts = LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)
+                stats = self._send_over_all(links, transfers, {id: parts if id in sharded else whole for id in links})
         finally:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
             for _ in tensors if gathers else ():
@@ -310,7 +318,7 @@ class SenderRank:
         for i, digest in enumerate(stats.content_digests or alike):
             yield plan.content_id(i), digest
 
-    def _own_shards(self, ids: Sequence[int]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+    def _own_shards(self, ids: Collection[int]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """This rank's own parts of what these links take shards of."""
         if ids:
             assert self._source is not None and self._manifest is not None
@@ -322,10 +330,6 @@ class SenderRank:
     ) -> Iterable[tuple[TensorMeta, torch.Tensor]]:
         """*shards* as the link takes them."""
         return self._slicers[id].cut(shards) if id in self._slicers else shards
-
-    def _own_boxes(self, id: int) -> list[tuple[TensorMeta, torch.Tensor]]:
-        """What a link takes that takes boxes, where it exists all at once."""
-        return list(self._cut(id, self._own_shards([id])))
 
     def _counted(self, tensors: Iterator[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         self._doing = "waits for its source"
@@ -373,7 +377,7 @@ class SenderRank:
     def _drop_links(self, ids: tuple[int, ...] | None) -> None:
         """Break some links, or all (None); nothing is sent while they break."""
         links = {id: link for id, link in self._links.items() if ids is None or id in ids}
-        self._held, self._ready = None, False
+        self._held, self._own, self._ready = None, None, False
         self._digests.forget()
         for transport in links.values():
             transport.abort()

@@ -194,14 +194,15 @@ class TrainerSource:
         return Holdings.of(self._look()[0])
 
     def shards(self, manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        """This rank's own parts of the tensors called *names*, as they lie: in that order, or as they are made. Gathers
-        nothing; where making the pairs is collective, it is to be iterated to its end on every rank.
+        """This rank's own parts of the tensors called *names*, as they lie: in that order, or as they are made. Of what the
+        last `check` saw, until `tensors` is asked for it. Gathers nothing; where making the pairs is collective, it is to be
+        iterated to its end on every rank.
 
         Raises:
             ManifestError: a tensor is gone, or is not as it was announced.
         """
         known, wanted = self._know(manifest), set(names)
-        pairs, lazy = self._look()
+        pairs, lazy = self._look() if self._checked is None else (self._checked.tensors.items(), False)
         if not lazy:
             held = {manifest.aliases.get(name, name): (name, tensor) for name, tensor in reversed(list(pairs))}
             if gone := next((name for name in names if name not in held), None):
