@@ -1,6 +1,7 @@
 """Slices over cuda_ipc, where a GPU's memory has a stand-in: read where the shards lie, across processes.
 
-On GPUs the same runs in benchmarks/multigpu.py; over shared memory, gloo and NIXL slices are tested in tests/test_slices.py.
+On a GPU its trainers and engines run in tests/gpu/test_sharded.py; over shared memory, gloo and NIXL slices are tested in
+tests/test_slices.py.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ def weights(seed: int) -> Tensors:
 class Trainer:
     """One rank of two: rows of all but the head, which both hold."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
 
-        mesh = init_device_mesh("cpu", (NUM_TRAINERS,))
+        mesh = init_device_mesh(device.partition(":")[0], (NUM_TRAINERS,))
         self.rank = rank
-        self.local = exportable(self.part(0))
+        part = self.part(0)
+        self.local = exportable(part) if device == "cpu" else {name: t.to(device) for name, t in part.items()}
         self.held = {
             name: tensor
             if name == "head"
@@ -95,21 +97,23 @@ class Trainer:
         return found
 
 
-def serve(rank: int, store: str) -> tuple[Callable[[bytes], Sequence[bytes]], Trainer]:
+def serve(rank: int, store: str, device: str = "cpu") -> tuple[Callable[[bytes], Sequence[bytes]], Trainer]:
     import torch.distributed as dist
 
     register_transport(NAME, Sender, Receiver)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_TRAINERS)
-    trainer = Trainer(rank)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=NUM_TRAINERS)
+    trainer = Trainer(rank, device)
     return in_process_party([SenderRank(rank, lambda: trainer.held)]), trainer
 
 
 class Columns(TorchModuleAdapter):
     """An engine rank that takes every matrix's columns from *first* on."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, device: str = "cpu") -> None:
         self.first = first
-        super().__init__(module_of({name: self.slice_of(tensor) * 0 for name, tensor in weights(0).items()}))
+        module = module_of({name: self.slice_of(tensor) * 0 for name, tensor in weights(0).items()})
+        super().__init__(module.to(device))
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[:, self.first :] if tensor.dim() == 2 else tensor
@@ -128,7 +132,7 @@ class Columns(TorchModuleAdapter):
     def check(self, seed: int) -> None:
         live = self._tensors()
         for name, tensor in weights(seed).items():
-            assert torch.equal(live[name], self.slice_of(tensor)), name
+            assert torch.equal(live[name].cpu(), self.slice_of(tensor)), name
 
 
 @pytest.fixture
