@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIPELINE ?= examples/pipelines/rl_smollm2.yaml
-# Processes that share the tests, file by file. Each has a Ray of its own; some hold 6 GB.
+# Processes that share the tests, file by file. Each has a Ray of its own; some hold 6 GB. Bounds of waits are real seconds, so a
+# test that fails while others take its cores has to pass alone.
 WORKERS ?= 2
 # One GPU for the trainer and both engines of the demo, where there is one.
 ON_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),trainer.resources.num_gpus=0.3 engines.resources.num_gpus=0.35 engines.arguments.gpu_memory_utilization=0.25)
@@ -28,7 +29,9 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS) || \
+		{ echo "make test: what failed beside other tests is run once more, by itself"; \
+		  $(BIN)/pytest --last-failed --last-failed-no-failures none; }
 
 bench: setup
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
