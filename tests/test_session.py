@@ -647,4 +647,4 @@ def test_fifty_updates_leave_files_and_memory_flat(settings: dict[str, Any]) -> 
         assert weights(engine) == weights(trainer)
         now = resources()
     assert now[0] <= files
-    assert now[1] - resident < 8 << 20
+    assert now[1] - resident < 16 << 20, "half of what a model kept by each update would be"

@@ -160,7 +160,7 @@ def test_a_coordinator_that_dies_in_mid_update_is_replaced_and_versions_go_on(
 def test_a_weight_sync_that_is_in_mid_update_cannot_be_taken_over(actors: list[Any], tmp_path: Path) -> None:
     trainer, engine, other = actors
     with connect(trainer, [engine]) as sync:
-        ray.get(trainer.slowly.remote(2, tmp_path / "begun"))
+        ray.get(trainer.slowly.remote(1, tmp_path / "begun"))
         updating = threading.Thread(target=sync.update)
         updating.start()
         wait_for(tmp_path / "begun")

@@ -265,9 +265,10 @@ def test_two_replicas_of_two_ranks_pull_their_own_slices_from_four_fsdp_ranks(
         assert set(report.transports.values()) == {"sharded_rdt"}
     over_memory = config | {"transport": "sharded_shared_memory"}
     with ws.connect(trainers=trainers, engines=tp_engines, source="model", target="llm", config=over_memory) as sync:
-        ray.get([trainer.load.remote(str(moe[1])) for trainer in trainers])
-        other = {row.rank: row.nbytes for row in sync.update().ranks}
-        assert [ray.get(engine.outputs.remote()) for engine in tp_engines] == [wanted[moe[1]]] * 2
+        for folder in (moe[1], moe[0]):
+            ray.get([trainer.load.remote(str(folder)) for trainer in trainers])
+            other = {row.rank: row.nbytes for row in sync.update().ranks}
+            assert [ray.get(engine.outputs.remote()) for engine in tp_engines] == [wanted[folder]] * 2
     manifest = ws.Manifest.from_tensors(torch.load(moe[0] / "memory.pt"))
     maps = ray.get(tp_engines[0].load_maps.remote(msgspec.msgpack.encode(manifest)))
     rows = {row.rank: row for row in report.ranks}
