@@ -11,6 +11,8 @@ from weightsync.config import SyncConfig, TransportRule
 from weightsync.errors import ConfigError
 from weightsync.identity import Identity
 from weightsync.plan import choose_transport, choose_transports
+from weightsync.registry import register_transport, unregister_transport
+from weightsync.transports.broadcast import BroadcastReceiver, BroadcastSender
 
 AUTO = SyncConfig()
 
@@ -146,11 +148,27 @@ def test_a_receiver_of_slices_takes_them_from_every_sender_over_what_serves_the_
     assert set(choose_transports(SyncConfig(transport=slices_here), senders, receivers).values()) == {
         "sharded_broadcast"
     }
-    none_between = (TransportRule(use="sharded_cuda_ipc", same_host=True), TransportRule(use="broadcast"))
-    with pytest.raises(
-        ConfigError, match=r"sharded_cuda_ipc cannot serve .* on two hosts; use a rule with sharded_rdt"
-    ):
-        choose_transports(SyncConfig(transport=none_between), senders, receivers)
+    form = (TransportRule(use="sharded_cuda_ipc", same_host=True), TransportRule(use="auto"))
+    assert choose_transports(SyncConfig(transport=form), senders, receivers) == {
+        (0, "here"): "sharded_cuda_ipc",
+        (1, "here"): "sharded_broadcast",
+        (0, "there"): "sharded_broadcast",
+        (1, "there"): "sharded_cuda_ipc",
+    }
+
+
+def test_a_transport_without_a_slicing_form_is_replaced_by_another_pairs_where_that_serves() -> None:
+    register_transport("mine", type("Mine", (BroadcastSender,), {"name": "mine"}), BroadcastReceiver)
+    config = SyncConfig(
+        transport=(TransportRule(use="sharded_shared_memory", same_node=True), TransportRule(use="mine"))
+    )
+    senders = [rank(1), rank(2, node="another")]
+    try:
+        assert set(choose_transports(config, senders, {0: rank(3)}).values()) == {"sharded_shared_memory"}
+        with pytest.raises(ConfigError, match=r"sharded_shared_memory cannot serve .* on two hosts; use a rule with"):
+            choose_transports(config, [rank(1), rank(2, **THERE)], {0: rank(3)})
+    finally:
+        unregister_transport("mine")
 
 
 def test_an_unknown_transport_is_refused() -> None:

@@ -66,11 +66,11 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     skip_unchanged: bool = False
     """Neither move nor apply module groups of which no tensor has changed since the version that every engine holds (frozen
     layers, sparse training). Both ends digest what they hold before each update; on a GPU that needs cupy. Without effect for
-    a source that makes its tensors as they are sent, and for engines that take slices."""
+    a source that makes its tensors as they are sent, and where any engine takes slices."""
     timeout_s: float = 120.0
     """Bound of each wait: for an answer, a chunk, room to stage, the end of a phase."""
     staging_limit_bytes: int | str = "4GiB"
-    """Staging memory that one rank, trainer or engine, may hold for updates."""
+    """Staging memory that one rank, trainer or engine, may hold for updates; links that carry slices share it."""
     bucket_bytes: int | str = "8MiB"
     """Size of a transport's bucket in CPU memory, and of the steps in which bytes are announced and verified."""
     min_bandwidth_bytes: int | str | None = None

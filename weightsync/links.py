@@ -166,9 +166,10 @@ class Links:
         helpers = self._helpers(trainers, takers, routes, transports)
         links = plan_links(held, owned, engines, transports, self.next_id, routes, helpers)
         self.next_id += sum(link.plan.num_ids for link in links)
-        order = next(iter(ranks.values())).order
         orders = {
-            link.plan.id: orders_of([routes[rank].shares[link.plan.sender] for rank in link.receivers], order)
+            link.plan.id: orders_of(
+                [routes[rank].shares[link.plan.sender] for rank in link.receivers], ranks[link.receivers[0]].order
+            )
             for link in links
             if link.plan.contents
         }
@@ -228,7 +229,8 @@ class Links:
         found: dict[int, tuple[int, str]] = {}
         for plan in (self._links[id].plan for id in ids):
             if plan.contents:
-                found.update({plan.content_id(i): (plan.sender, key) for i, key in enumerate(plan.contents)})
+                keys = [f"{plan.transport} {key}" for key in plan.contents]
+                found.update({plan.content_id(i): (plan.sender, key) for i, key in enumerate(keys)})
             else:
                 found[plan.id] = plan.sender, plan.transport
         return found

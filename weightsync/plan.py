@@ -9,7 +9,7 @@ from weightsync.config import SyncConfig
 from weightsync.errors import AgreementError, ConfigError, ManifestError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest, TensorMeta
-from weightsync.registry import carrier_of, check_transport, takes_shards
+from weightsync.registry import carrier_of, check_transport, takes_shards, transport_names
 
 R = TypeVar("R")
 
@@ -84,8 +84,8 @@ def choose_transports(
 ) -> dict[tuple[int, R], str]:
     """(sender, receiver) -> the name of the transport for that pair.
 
-    A receiver that takes shards from one sender takes them from all: each of them may hold what it needs a slice of. Over
-    which transport may differ; a pair whose own takes no shards uses that of another pair.
+    A receiver that takes shards from one sender takes them from all: each of them may hold what it needs a slice of. Where a
+    pair's own transport takes none, its slicing form does, "sharded_broadcast" for "broadcast", or that of another pair.
 
     Raises:
         ConfigError: as `choose_transport`.
@@ -100,7 +100,8 @@ def choose_transports(
         sharded = next((name for name in names if takes_shards(name)), None)
         for i, name in enumerate(names):
             if sharded is not None and not takes_shards(name):
-                name = sharded
+                form = f"sharded_{name}"
+                name = form if form in transport_names() and takes_shards(form) else sharded
                 _check_place(name, senders[i], identity)
             found[i, receiver] = name
     return found
@@ -146,7 +147,8 @@ def choose_transport(config: SyncConfig, sender: Identity, receiver: Identity, *
 
 def _check_place(name: str, sender: Identity, receiver: Identity) -> None:
     same_host = sender.machine == receiver.machine
-    if carrier_of(name) == "cuda_ipc" and not (same_host and sender.gpu and receiver.gpu):
+    reaches = {"cuda_ipc": same_host and sender.gpu and receiver.gpu, "shared_memory": same_host}
+    if not reaches.get(carrier_of(name), True):
         place = "on two hosts" if not same_host else "not both on a GPU"
         raise ConfigError(
             f"transport: {name} cannot serve a trainer ({sender}) and an engine ({receiver}) whose weights are {place}; use "

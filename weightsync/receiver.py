@@ -233,7 +233,8 @@ class ReceiverRank:
         self._staged = request.staged
         copied = {name for link, _ in self._links if not link.stable for name in link.names}
         if self._boxes is not None:
-            copied = set(self._boxes.manifest.by_name) if copied else set()
+            stays = all(link.stable for link, _ in self._links)
+            copied = set() if stays else set(self._boxes.manifest.by_name)
         if copied:
             check_budget(
                 self._manifest if self._boxes is None else self._boxes.manifest,

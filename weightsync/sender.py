@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,14 +22,18 @@ from weightsync.hostmemory import trim_heap
 from weightsync.identity import identify, on_device
 from weightsync.interfaces import LinkContext, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import Manifest, TensorMeta
-from weightsync.orders import Orders, Slicer
+from weightsync.orders import Orders
 from weightsync.plan import may_take_shards
-from weightsync.registry import transport_classes
+from weightsync.registry import takes_boxes, transport_classes
+from weightsync.shardlinks import ShardLinks
 from weightsync.source import TrainerSource
 from weightsync.unchanged import SourceDigests, from_bits, without
 
 
-def link_context(plan: m.LinkPlan, config: SyncConfig, *, device: str, orders: Orders | None = None) -> LinkContext:
+def link_context(
+    plan: m.LinkPlan, config: SyncConfig, *, device: str, orders: Orders | None = None, among: int = 1
+) -> LinkContext:
+    """*among*: between how many links the rank's staging memory is shared out."""
     return LinkContext(
         sender=plan.sender,
         num_receivers=plan.num_receivers,
@@ -37,7 +41,7 @@ def link_context(plan: m.LinkPlan, config: SyncConfig, *, device: str, orders: O
         token=plan.token,
         timeout_s=config.timeout_s,
         bucket_bytes=config.bucket,
-        staging_limit_bytes=config.staging_limit,
+        staging_limit_bytes=config.staging_limit // among,
         digest=config.digest,
         count_changed_values=config.count_changed_values,
         gpu_bucket_bytes=config.gpu_bucket,
@@ -73,12 +77,7 @@ class SenderRank:
         self._links: dict[int, SenderTransport] = {}
         self._unconnected: list[SenderTransport] = []
         self._plans: dict[int, m.LinkPlan] = {}
-        self._shards: dict[int, tuple[str, ...]] = {}
-        """Of the links that take shards, by id, the tensors of which they take some."""
-        self._slicers: dict[int, Slicer] = {}
-        """Of those that take boxes."""
-        self._own: list[tuple[TensorMeta, torch.Tensor]] | None = None
-        """This rank's parts of what the update under way takes shards of, where they all exist."""
+        self._shards = ShardLinks()
         self._gathers = True
         self._work: Background[m.Ok | m.Sent] | None = None
         self._progress = 0
@@ -152,9 +151,8 @@ class SenderRank:
             self._drop_links(None)
         self._manifest, self._names, self._gathers = request.manifest, request.names, request.gathers
         assert self._source is not None
+        self._let_go()
         held = list(self._source.tensors(self._manifest, self._names)) if self._source.held else []
-        boxed = {name for orders in request.orders.values() for name in orders.names}
-        own = [] if self._source.makes or not boxed else list(self._source.shards(self._manifest, tuple(boxed)))
         opened = []
         if request.orders and request.gathers and self._source.makes:
             raise ConfigError(
@@ -163,23 +161,25 @@ class SenderRank:
                 key="source",
             )
         for plan in request.links:
+            if orders := request.orders.get(plan.id):
+                self._shards.add(plan.id, orders, self._manifest, boxes=takes_boxes(plan.transport))
+        self._shards.take(self._source, self._manifest)
+        for plan in request.links:
             metas = tuple(self._manifest.by_name[name] for name in self._names)
             orders = request.orders.get(plan.id)
-            context = link_context(plan, self._config, device=str(self._source.device), orders=orders)
+            among = len(self._shards.boxed) if plan.id in self._shards.boxed else 1
+            context = link_context(plan, self._config, device=str(self._source.device), orders=orders, among=among)
             transport = transport_classes(plan.transport)[0](context)
             self._links[plan.id], self._plans[plan.id] = transport, plan
             if orders is not None:
-                self._shards[plan.id] = orders.names
-                metas = tuple(self._manifest.by_name[name] for name in orders.names)
-                if transport.takes_boxes:
-                    self._slicers[plan.id] = Slicer(orders, self._manifest)
-                    metas = self._slicers[plan.id].metas
-                    if own:
-                        transport.look(list(self._slicers[plan.id].cut(own)))
+                metas = self._shards.metas(plan.id, self._manifest)
+                if self._shards.taken and plan.id in self._shards.boxed:
+                    transport.look(list(self._shards.of_link(plan.id)))
             elif self._source.held:
                 transport.look(held)
             opened.append((transport.open(metas), transport.stable(), transport.describe()))
             self._unconnected.append(transport)
+        self._let_go()
         return m.SenderOpened(
             addresses=tuple(address for address, _, _ in opened),
             stable=tuple(stable for _, stable, _ in opened),
@@ -215,15 +215,14 @@ class SenderRank:
         if source.device.type == "cuda":
             torch.cuda.synchronize(source.device)  # what the trainer computed, on whichever stream
         source.check(manifest, self._names, self._give_head_start)
-        if self._config.skip_unchanged:
+        if self._config.skip_unchanged and not self._shards:
             self._digests.read(manifest, frozenset(self._names), source.parts())
-        self._own = list(self._own_shards(self._shards)) if self._shards and not source.makes else None
+        self._shards.take(source, manifest)
         self._held = list(source.tensors(manifest, self._names)) if source.held else None
         if self._held is not None and not self._config.skip_unchanged:
             self._begin(self._held, self._links)
-        if self._own is not None:
-            for id, slicer in self._slicers.items():
-                self._links[id].begin(list(slicer.cut(self._own)))
+        for id in self._shards.boxed if self._shards.taken else ():
+            self._links[id].begin(list(self._shards.of_link(id)))
 
     def _give_head_start(self, held: Mapping[str, torch.Tensor]) -> None:
         for id, transport in self._links.items():
@@ -248,13 +247,19 @@ class SenderRank:
     def stand_down(self) -> None:
         """The weights may change again."""
         if self._ready:
-            self._ready, self._held, self._own = False, None, None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget what was looked through."""
+        self._ready, self._held = False, None
+        self._shards.release()
+        if self._source is not None:
+            self._source.forget_checked()
 
     def _send(self, request: m.Transfer) -> m.Sent:
         assert self._source is not None and self._manifest is not None
         began = time.monotonic()
         held, self._held = self._held, None
-        own, self._own = self._own, None
         left_out = from_bits(self._manifest, request.left_out)
         names = tuple(name for name in self._names if name not in left_out)
         ids = self._links.keys() if request.links is None else request.links
@@ -276,25 +281,28 @@ class SenderRank:
         tensors = self._counted(source)
         sharded = [id for id in links if id in self._shards]
         gathers = len(sharded) < len(links) or (request.links is None and self._gathers)
-        shards = self._counted(iter(own) if own is not None else self._own_shards(sharded))
-        del own
-        transfers = dict.fromkeys(links, transfer) | dict.fromkeys(
-            sharded, replace(transfer, held=not self._source.makes)
-        )
+        makes_shards = not gathers and (self._source.makes or (bool(sharded) and not self._shards.taken))
+        shards = self._counted(self._shards.made(self._source, self._manifest)) if makes_shards else iter(())
+        transfers = dict.fromkeys(links, transfer) | dict.fromkeys(sharded, replace(transfer, held=self._shards.taken))
         try:
-            if len(links) == 1:
-                stats = {
-                    id: link.send(transfers[id], self._cut(id, shards) if sharded else tensors)
-                    for id, link in links.items()
-                }
+            if self._shards.taken:
+                items = {id: self._counted(self._shards.of_link(id)) for id in sharded}
+                steps = [LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s)]
             else:
-                whole = LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s)
-                parts = LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)
-                stats = self._send_over_all(links, transfers, {id: parts if id in sharded else whole for id in links})
+                steps = [LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)]
+                items = {id: self._shards.cut(id, iter(steps[0])) for id in sharded}
+                steps.append(LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s))
+            if len(links) == 1:
+                stats = {id: link.send(transfers[id], items.get(id, tensors)) for id, link in links.items()}
+            else:
+                items |= {id: iter(steps[-1]) for id in links if id not in sharded}
+                stats = self._send_over_all(links, transfers, items, steps)
         finally:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
-            for _ in tensors if gathers else ():
+            for _ in tensors if gathers else shards:
                 pass
+            self._shards.release()
+            self._source.forget_checked()
             if gathers and not transfer.held and self._source.device.type == "cpu":
                 trim_heap()
         nothing = TransferStats(changed_values=0 if self._config.count_changed_values and left_out else None)
@@ -306,7 +314,7 @@ class SenderRank:
                 0,
             ),
             content_digests={key: digest for id, part in stats.items() for key, digest in self._contents(id, part)},
-            changed_values=first.changed_values,
+            changed_values=first.changed_values if not self._shards.boxed else None,
             began=began,
             seconds=time.monotonic() - began,
         )
@@ -317,19 +325,6 @@ class SenderRank:
         alike = (stats.content_digest,) * max(len(plan.contents), 1)
         for i, digest in enumerate(stats.content_digests or alike):
             yield plan.content_id(i), digest
-
-    def _own_shards(self, ids: Collection[int]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        """This rank's own parts of what these links take shards of."""
-        if ids:
-            assert self._source is not None and self._manifest is not None
-            names = dict.fromkeys(name for id in ids for name in self._shards[id])
-            yield from self._source.shards(self._manifest, tuple(names))
-
-    def _cut(
-        self, id: int, shards: Iterable[tuple[TensorMeta, torch.Tensor]]
-    ) -> Iterable[tuple[TensorMeta, torch.Tensor]]:
-        """*shards* as the link takes them."""
-        return self._slicers[id].cut(shards) if id in self._slicers else shards
 
     def _counted(self, tensors: Iterator[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         self._doing = "waits for its source"
@@ -344,10 +339,11 @@ class SenderRank:
         self,
         links: dict[int, SenderTransport],
         transfers: Mapping[int, Transfer],
-        items: Mapping[int, LockStep[Any]],
+        items: Mapping[int, Iterator[tuple[TensorMeta, torch.Tensor]]],
+        steps: Iterable[LockStep[Any]],
     ) -> dict[int, TransferStats]:
         def send(id: int) -> TransferStats:
-            return links[id].send(transfers[id], self._cut(id, iter(items[id])))
+            return links[id].send(transfers[id], items[id])
 
         works = {id: Background(partial(send, id), name=f"send-{transport.name}") for id, transport in links.items()}
         culprit = None
@@ -356,8 +352,8 @@ class SenderRank:
                 culprit = failed[0]
                 for transport in links.values():
                     transport.abort()
-                for of_links in set(items.values()):
-                    of_links.abort(TransportError("another link of this trainer broke"))
+                for step in steps:
+                    step.abort(TransportError("another link of this trainer broke"))
         if culprit is not None:
             culprit.result()
         return {id: work.result() for id, work in works.items()}
@@ -377,7 +373,7 @@ class SenderRank:
     def _drop_links(self, ids: tuple[int, ...] | None) -> None:
         """Break some links, or all (None); nothing is sent while they break."""
         links = {id: link for id, link in self._links.items() if ids is None or id in ids}
-        self._held, self._own, self._ready = None, None, False
+        self._let_go()
         self._digests.forget()
         for transport in links.values():
             transport.abort()
@@ -386,8 +382,7 @@ class SenderRank:
         for id, transport in links.items():
             transport.close()
             del self._links[id], self._plans[id]
-            self._shards.pop(id, None)
-            self._slicers.pop(id, None)
+            self._shards.drop(id)
         self._unconnected = [link for link in self._unconnected if link in self._links.values()]
         if not self._links:
             self._manifest = None

@@ -143,6 +143,10 @@ class TrainerSource:
             self._compare(manifest, names, held)
             self._checked = _Checked(manifest, names, held)
 
+    def forget_checked(self) -> None:
+        """What `check` saw may change, and is looked at anew."""
+        self._checked = None
+
     def parts(self) -> Mapping[str, torch.Tensor] | None:
         """What the last `check` saw, by name, until `tensors` is asked for it; None where tensors are made as they go."""
         return self._checked.tensors if self._checked is not None else None
@@ -195,14 +199,18 @@ class TrainerSource:
 
     def shards(self, manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """This rank's own parts of the tensors called *names*, as they lie: in that order, or as they are made. Of what the
-        last `check` saw, until `tensors` is asked for it. Gathers nothing; where making the pairs is collective, it is to be
+        last `check` saw, until that is forgotten. Gathers nothing; where making the pairs is collective, it is to be
         iterated to its end on every rank.
 
         Raises:
             ManifestError: a tensor is gone, or is not as it was announced.
         """
         known, wanted = self._know(manifest), set(names)
-        pairs, lazy = self._look() if self._checked is None else (self._checked.tensors.items(), False)
+        pairs: Pairs
+        if self._checked is not None and self._checked.manifest is manifest:
+            pairs, lazy = self._checked.tensors.items(), False
+        else:
+            pairs, lazy = self._look()
         if not lazy:
             held = {manifest.aliases.get(name, name): (name, tensor) for name, tensor in reversed(list(pairs))}
             if gone := next((name for name in names if name not in held), None):

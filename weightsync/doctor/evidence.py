@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cached_property
 
 import msgspec
@@ -11,7 +12,7 @@ from weightsync.doctor.facts import ProcessFacts
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest
-from weightsync.plan import choose_transport, count_readers
+from weightsync.plan import choose_transport, choose_transports, count_readers, may_take_shards
 from weightsync.registry import carrier_of
 from weightsync.report import LoadSummary
 
@@ -80,16 +81,26 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def senders(self) -> dict[str, Process]:
-        """Trainers that send something; all, as long as that is not known."""
-        return {rank: process for rank, process in self.trainers.items() if self.owned.get(rank, 1)}
+        """Trainers that send something; all, as long as that is not known, and where slices are sent."""
+        slices = False
+        with contextlib.suppress(ConfigError):  # of an unknown transport, which is said elsewhere
+            slices = may_take_shards(self.config)
+        return {rank: process for rank, process in self.trainers.items() if slices or self.owned.get(rank, 1)}
 
     @cached_property
     def transports(self) -> dict[tuple[str, str], str]:
         """(trainer, engine rank) -> the transport that the config and the places lead to; "" where none fits."""
+        receivers = {rank: process.identity for rank, process in self.engines.items()}
+        try:
+            found = choose_transports(self.config, [of.identity for of in self.senders.values()], receivers)
+        except ConfigError:
+            return {
+                (sender, receiver): self._transport(of.identity, to)
+                for sender, of in self.senders.items()
+                for receiver, to in receivers.items()
+            }
         return {
-            (sender, receiver): self._transport(of.identity, to.identity)
-            for sender, of in self.senders.items()
-            for receiver, to in self.engines.items()
+            (sender, receiver): found[i, receiver] for i, sender in enumerate(self.senders) for receiver in receivers
         }
 
     @cached_property

@@ -172,7 +172,7 @@ def needs_of(e: Evidence) -> dict[str, Need]:
             on_gpu = bool(process.identity.gpu) and transport in ("broadcast", "cuda_ipc")
             bucket = min(config.gpu_bucket if on_gpu else config.bucket, limit // _NUM_BUCKETS)
             if transport == "broadcast":
-                held = _NUM_BUCKETS * min(bucket, _model_bytes(e))
+                held = _NUM_BUCKETS * min(bucket, _model_bytes(e)) * (_num_kinds(e) if rank in e.trainers else 1)
             elif rank in e.trainers:
                 owned = e.owned.get(rank, 0)
                 held = 0 if _lent(process, transport) else owned if owned <= limit else _NUM_BUCKETS * bucket
@@ -185,6 +185,12 @@ def needs_of(e: Evidence) -> dict[str, Need]:
             host_bytes, gpu_bytes = (host_bytes, gpu_bytes + staged) if over_nccl else (host_bytes + staged, gpu_bytes)
         needs[rank] = Need(host_bytes=host_bytes, gpu_bytes=gpu_bytes)
     return needs
+
+
+def _num_kinds(e: Evidence) -> int:
+    """How many links a trainer has over one transport: one, or, for slices, one for each rank of an engine."""
+    sliced = {receiver for (sender, receiver), name in e.transports.items() if name != e.carriers[sender, receiver]}
+    return max(len({rank.rpartition(" ")[2] for rank in sliced}), 1)
 
 
 def _lent(process: Process, transport: str) -> bool:

@@ -73,9 +73,9 @@ def faster(e: Evidence) -> Iterator[Finding]:
             f"{some(no_cupy)} are on one GPU, and the bytes go through CPU memory: cupy is missing, or shared_memory is configured",
             party=some(no_cupy),
             expected="cuda_ipc",
-            cure=f"{_CUPY}, and leave sync.transport at auto",
+            cure=f"{_CUPY}, and leave sync.transport at auto, or, for slices, set it to sharded_cuda_ipc",
         )
-    for sender, ranks in _broadcasts(e).items():
+    for sender, ranks in _broadcasts(e):
         yield from _over_nccl(e, sender, ranks)
 
 
@@ -204,10 +204,12 @@ def links(e: Evidence) -> Iterator[Finding]:
         yield Check("transports", "links").green(f"all opened, within {1e3 * e.links_s:.0f} ms")
 
 
-def _broadcasts(e: Evidence) -> dict[str, list[str]]:
-    """Sender -> receivers that it reaches by broadcast."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for (sender, receiver), transport in e.carriers.items():
+def _broadcasts(e: Evidence) -> Iterator[tuple[str, list[str]]]:
+    """Sender and receivers of each broadcast; where slices are sent, of what goes to one receiver, if to no other."""
+    whole: dict[str, list[str]] = defaultdict(list)
+    for (sender, receiver), transport in e.transports.items():
         if transport == "broadcast":
-            found[sender].append(receiver)
-    return found
+            whole[sender].append(receiver)
+        elif e.carriers[sender, receiver] == "broadcast":
+            yield sender, [receiver]
+    yield from whole.items()
