@@ -367,13 +367,18 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
     engine = async_engine
     assert served(engine) == wanted[moe[0]]
     with ws.connect(trainers=[trainer], engines=[engine], source="weights", target="llm") as sync:
-        for folder in (moe[1], moe[0], moe[1]):
+        spanned = 0
+        for i in range(9):
+            if spanned >= 2 and i % 2:  # it ends with the new weights
+                break
+            folder = moe[(i + 1) % 2]
             ray.get(trainer.load.remote(str(folder)))
             long_request = engine.ask.remote(PROMPTS[0], 100)
             report = sync.update()
             tokens, versions, _ = ray.get(long_request, timeout=60)
             assert len(tokens) == 100, "a request in flight goes on after the pause"
-            assert versions[-1] == str(report.version)
+            assert versions[-1] in (str(report.version), str(report.version - 1))
+            spanned += versions[-1] == str(report.version)  # else it was done before the pause
             assert served(engine) == wanted[folder]
             assert 0 < report.pause_s < report.seconds
             spans = {(span.rank, span.phase): span for span in report.attempts[-1].spans}
@@ -387,6 +392,7 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
                 ([str(report.version)], 0),
                 ([str(report.version)], 64),
             ]
+    assert spanned >= 2
     for pause, served_tokens in (("wait", 100), ("abort", None)):
         with ws.connect(
             trainers=[trainer], engines=[engine], source="weights", target="llm", config={"pause": pause}
