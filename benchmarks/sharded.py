@@ -209,7 +209,7 @@ def main() -> None:
             f"{row['peak_growth_trainer_bytes'] / 1e6:.0f}",
             f"{row['peak_growth_engine_bytes'] / 1e6:.0f}",
         )
-    Console().print(table)
+    Console(width=120).print(table)
     if asked.out:
         settings = {**asdict(layout), "ranks": RANKS, "bucket": asked.bucket, "rounds": asked.rounds}
         write_record(asked.out, ["weightsync", "torch", "ray", "nixl"], {**settings, "runs": found})
