@@ -18,6 +18,8 @@ EVERY = 22
         (4, "shared_memory", "streaming"),
         (9, "broadcast", "streaming"),
         (6, "sharded_rdt", "staged"),
+        (11, "sharded_shared_memory", "streaming"),
+        (13, "sharded_broadcast", "staged"),
     ],
 )
 def test_no_fault_corrupts_hangs_or_outlives_the_next_update(

@@ -42,7 +42,7 @@ from weightsync.testing.processes import ProcessParty, Serve
 if TYPE_CHECKING:
     from weightsync.transports.sidecar import Sidecars
 
-TRANSPORTS = ("shared_memory", "broadcast", "sharded_rdt")
+TRANSPORTS = ("shared_memory", "broadcast", "sharded_rdt", "sharded_shared_memory", "sharded_broadcast")
 REFUSES = "refuses to serve"
 """What the snapshot of an engine is whose guard refuses requests."""
 
