@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weightsync as ws
-from weightsync import messages as m
+from tests.test_slices import at_node
 from weightsync.config import TransportRule
 from weightsync.engines.torch_module import TorchModuleAdapter
 from weightsync.geometry import Region
@@ -103,19 +103,6 @@ def test_links_of_slices_share_the_trainers_budget() -> None:
         assert sum(segment.payload.numel() for of_link in segments for segment in of_link) <= limit
         session.close()
     fleet.close()
-
-
-def at_node(rank: ReceiverRank, node: str) -> Callable[[bytes], list[bytes]]:
-    """A party whose rank says that it is on that Ray node."""
-    handle = in_process_party([rank])
-
-    def moved(payload: bytes) -> list[bytes]:
-        (reply,) = map(m.decode_reply, handle(payload))
-        if isinstance(reply, m.ReceiverOpened):
-            reply = msgspec.structs.replace(reply, identity=msgspec.structs.replace(reply.identity, node=node))
-        return [m.encode(reply)]
-
-    return moved
 
 
 @pytest.mark.parametrize("apply", ["staged", "streaming"])
