@@ -14,8 +14,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weightsync.errors import WeightSyncError
-from weightsync.pipeline.actors import TorchEngineActor, TrainerActor, VllmEngineActor
 from weightsync.pipeline.config import PipelineConfig, Resources
+from weightsync.ray_actors.pipeline_actors import TorchEngineActor, TrainerActor, VllmEngineActor
 
 Calls = dict[str, Any]
 """Who -> the reference of a call that it works on."""
