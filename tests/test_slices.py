@@ -20,7 +20,7 @@ import torch
 
 import weightsync as ws
 from weightsync import messages as m
-from weightsync.boxview import BoxView
+from weightsync.boxview import BoxView, adopt
 from weightsync.chunk import WeightChunk
 from weightsync.coalescer import Coalescer
 from weightsync.config import TransportRule
@@ -163,7 +163,9 @@ def test_a_plan_carried_out_gives_every_rank_its_slices_and_nothing_else(seed: i
             assert sum(data.nbytes for _, _, data in parts) == routes[f"engine {i}", 0].shares[sender].nbytes
             for name, start, data in parts:
                 assert start == 0 or not apart, "each is a tensor of its own"
-                coalescers[i].put(views[i].adopt(chunk(manifest, name, start, data)))
+                one = chunk(manifest, name, start, data)
+                adopt(one, manifest, views[i].manifest)
+                coalescers[i].put(one)
     torch.use_deterministic_algorithms(True)  # so that what is not needed of a whole tensor is NaN
     try:
         for engine, view, coalescer, of in zip(engines, views, coalescers, needs, strict=True):
@@ -261,17 +263,42 @@ def test_a_late_engine_waits_for_the_next_update_where_the_trainers_have_gone_on
         assert all(equal(engine, trainers[0]) for engine in engines)
 
 
-def test_slices_are_sent_also_where_nothing_has_changed(trainers: list[torch.nn.Module], sidecars: Sidecars) -> None:
-    engine = module_of(odd_weights(1))
-    config = msgspec.structs.replace(CONFIG, skip_unchanged=True)
-    local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engine)], config, sidecars=sidecars)  # type: ignore[misc]
+@over_each_transport
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+def test_slices_of_module_groups_that_have_not_changed_are_not_sent(
+    apply: Any, config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
+) -> None:
+    engines = [module_of(odd_weights(i)) for i in (1, 2)]
+    config = msgspec.structs.replace(config, skip_unchanged=True, apply=apply)
+    local = LocalSync([lambda t=t: t for t in trainers], list(map(module_engine, engines)), config, sidecars=sidecars)  # type: ignore[misc]
+    sizes = {name: buffer.nbytes for name, buffer in trainers[0].named_buffers()}
+    by_module = {name: [n for n in sizes if n.rpartition(".")[0] == name.rpartition(".")[0]] for name in sizes}
+    steps = [
+        [*sizes],
+        [],
+        ["norm"],
+        ["layers.1.up"],
+        ["layers.1.up", "layers.3.down"],
+        [],
+        ["embed", "layers.0.up"],
+        [*sizes],
+    ]
     with local as session:
-        for change in (0, 0, 1):
+        session.update()
+        for step in steps:
             for trainer in trainers:
-                trainer.get_buffer("norm").add_(change)
+                for name in step:
+                    trainer.get_buffer(name).add_(1)
             report = session.update()
-            assert report.skipped_bytes == 0
-            assert equal(engine, trainers[0])
+            moved = sum(sizes[name] for name in {n for name in step for n in by_module[name]})
+            rows = {row.rank: row.nbytes for row in report.ranks}
+            assert [rows[f"engine {i} rank 0"] for i in range(2)] == [moved] * 2
+            assert rows["trainer 0"] + rows["trainer 1"] == moved
+            assert report.skipped_bytes == sum(sizes.values()) - moved
+            assert all(equal(engine, trainers[0]) for engine in engines)
+        engines[1].get_buffer("norm").add_(1)  # somebody else's doing: all comes again
+        assert session.update().skipped_bytes == 0
+        assert equal(engines[1], trainers[0])
 
 
 @over_each_transport

@@ -29,6 +29,12 @@ Pairs = list[tuple[str, torch.Tensor]]
 Parts = Mapping[str, tuple[Box, ...]]
 
 
+def adopt(chunk: WeightChunk | WeightSet | SetDigests, sent: Manifest, boxes: Manifest) -> None:
+    """Let what speaks of *sent*, a manifest of whole tensors, speak of that of their *boxes*; what speaks of any other stays."""
+    if not isinstance(chunk, SetDigests) and chunk.manifest_digest == sent.digest:
+        chunk.manifest_digest = boxes.digest
+
+
 def parted(boxes: Sequence[Box], parts: Sequence[Box]) -> list[tuple[Box, tuple[Box, ...]]]:
     """Each needed box, with the boxes in which it comes: itself, or those of *parts* that lie in it."""
     return [(box, tuple(part for part in parts if part in box) or (box,)) for box in boxes]
@@ -94,11 +100,9 @@ class BoxView:
         for label in self._labels(name):
             yield Copy(label, copy.module, copy.parameter, None, None)
 
-    def adopt(self, chunk: WeightChunk | WeightSet | SetDigests) -> WeightChunk | WeightSet | SetDigests:
-        """A chunk as it was sent, which speaks of the manifest of whole tensors; of any other it stays."""
-        if not isinstance(chunk, SetDigests) and chunk.manifest_digest == self.whole.digest:
-            chunk.manifest_digest = self.manifest.digest
-        return chunk
+    def labels(self, names: Iterable[str]) -> frozenset[str]:
+        """The boxes of these canonical tensors."""
+        return frozenset(label for name in names for label in self._labels(name))
 
     def key_of(self, group: Mapping[str, torch.Tensor]) -> str:
         """The key of the module group that these boxes are."""

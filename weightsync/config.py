@@ -66,7 +66,7 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     skip_unchanged: bool = False
     """Neither move nor apply module groups of which no tensor has changed since the version that every engine holds (frozen
     layers, sparse training). Both ends digest what they hold before each update; on a GPU that needs cupy. Without effect for
-    a source that makes its tensors as they are sent, and where any engine takes slices."""
+    a source that makes its tensors as they are sent."""
     timeout_s: float = 120.0
     """Bound of each wait: for an answer, a chunk, room to stage, the end of a phase."""
     staging_limit_bytes: int | str = "4GiB"

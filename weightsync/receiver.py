@@ -10,7 +10,7 @@ import torch
 
 from weightsync import messages as m
 from weightsync.background import Background
-from weightsync.boxview import BoxView, Parts
+from weightsync.boxview import BoxView, Parts, adopt
 from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.direct import DirectApply, Way
@@ -36,7 +36,10 @@ class _Part:
     """What an update brings that leaves something out."""
 
     left_out: bytes
+    sent: Manifest
+    """Of the tensors that come, as the trainers have it."""
     manifest: Manifest
+    """The same as it comes here: of their boxes, where this rank takes slices."""
     groups: GroupTable
     num_links: int
     """Over which something comes."""
@@ -57,6 +60,8 @@ class ReceiverRank:
         """What has not changed may be left out of the update that is prepared."""
         self._part: _Part | None = None
         """What came of the last update that left something out."""
+        self._came = Manifest(())
+        """Of the tensors that the update under way brings, whole."""
         self._direct: DirectApply | None = None
         self._way = Way.RELOAD
         self._staged = True
@@ -252,7 +257,6 @@ class ReceiverRank:
             and 0 < request.since == self._version
             and not self.poisoned
             and self._way is not Way.AUDIT  # which is of everything
-            and self._boxes is None  # what is cut into slices comes as a whole
             and self._live_digests.hold()
         )
         return m.Prepared(
@@ -288,17 +292,18 @@ class ReceiverRank:
         self._began = self._arrived = time.monotonic()
         self._applied = self._whole = False
         coalescer, self._next = self._next or self._new_coalescer(version), None
-        manifest = self._manifest if self._boxes is None else self._boxes.manifest
+        sent = self._manifest
         links = [(link, transport, link.names) for link, transport in self._links]
         if left_out:
             part = self._part_without(left_out)
-            coalescer, manifest = self._new_coalescer(version, part), part.manifest
-            rest = manifest.by_name
-            links = [(link, transport, tuple(n for n in names if n in rest)) for link, transport, names in links]
-            links = [entry for entry in links if entry[2]]
-        self._coalescer = coalescer
+            coalescer, sent = self._new_coalescer(version, part), part.sent
+            if self._boxes is None:
+                links = [(link, end, tuple(n for n in names if n in sent.by_name)) for link, end, names in links]
+                links = [entry for entry in links if entry[2]]
+            links = links[: part.num_links]
+        self._coalescer, self._came = coalescer, sent
         self._receiving = [
-            Background(lambda entry=entry: self._drain(coalescer, manifest, *entry), name="receive")  # type: ignore[misc]
+            Background(lambda entry=entry: self._drain(coalescer, sent, *entry), name="receive")  # type: ignore[misc]
             for entry in links
         ]
 
@@ -309,10 +314,16 @@ class ReceiverRank:
             raise WeightSyncError("something is left out of the update, and this rank does not hold it")
         if self._part is None or self._part.left_out != left_out:
             names = from_bits(self._manifest, left_out)
-            manifest = without(self._manifest, names)
-            groups = GroupTable.of(manifest, groups_left(self._manifest, self._load_map.groups, names))
-            num_links = sum(any(name in manifest.by_name for name in link.names) for link, _ in self._links)
-            self._part = _Part(left_out, manifest, groups, num_links)
+            sent = manifest = without(self._manifest, names)
+            if self._boxes is None:
+                left = groups_left(self._manifest, self._load_map.groups, names)
+                num_links = sum(any(name in sent.by_name for name in link.names) for link, _ in self._links)
+            else:
+                labels = self._boxes.labels(names)
+                manifest = without(self._boxes.manifest, labels)
+                left = groups_left(self._boxes.manifest, self._boxes.load_map.groups, labels)
+                num_links = len(self._links) if sent.tensors else 0
+            self._part = _Part(left_out, sent, manifest, GroupTable.of(manifest, left), num_links)
         return self._part
 
     def _new_coalescer(self, version: int, part: _Part | None = None) -> Coalescer:
@@ -334,16 +345,17 @@ class ReceiverRank:
     def _drain(
         self,
         coalescer: Coalescer,
-        manifest: Manifest,
+        sent: Manifest,
         link: m.ReceiverLink,
         transport: ReceiverTransport,
         names: tuple[str, ...],
     ) -> None:
         """Move one link's chunks into the coalescer."""
         try:
-            transfer = Transfer(version=coalescer.version, manifest=manifest, names=names)
+            transfer = Transfer(version=coalescer.version, manifest=coalescer.manifest, names=names)
             for chunk in transport.receive(transfer):
-                coalescer.put(chunk if self._boxes is None else self._boxes.adopt(chunk))
+                adopt(chunk, sent, coalescer.manifest)
+                coalescer.put(chunk)
             self._arrived = time.monotonic()
             coalescer.producer_done()
         except WeightSyncError as error:
@@ -407,7 +419,7 @@ class ReceiverRank:
                 torch.cuda.current_stream(self._device).synchronize()
         self._whole = True
         if self._live_digests is not None:
-            self._live_digests.note(frozenset(self._coalescer.manifest.all_names))
+            self._live_digests.note(frozenset(self._came.all_names))
         return m.Applied(
             vote=self._vote(),
             began=began,

@@ -207,7 +207,7 @@ class SenderRank:
             epoch=self.fence.epoch,
             manifest_digest=self._manifest.digest,
             plan_digest=m.plan_digest(self._plans.values()),
-            changed=self._digests.changed(self._manifest, request.since) if not self._shards else None,
+            changed=self._digests.changed(self._manifest, request.since),
         )
 
     def _look_through(self, source: TrainerSource, manifest: Manifest) -> None:
@@ -215,23 +215,28 @@ class SenderRank:
         if source.device.type == "cuda":
             torch.cuda.synchronize(source.device)  # what the trainer computed, on whichever stream
         source.check(manifest, self._names, self._give_head_start)
-        if self._config.skip_unchanged and not self._shards:
-            self._digests.read(manifest, frozenset(self._names), source.parts())
+        if self._config.skip_unchanged:
+            self._digests.read(manifest, frozenset((*self._names, *self._shards.names)), source.parts())
         self._shards.take(source, manifest)
         self._held = list(source.tensors(manifest, self._names)) if source.held else None
-        if self._held is not None and not self._config.skip_unchanged:
+        if not self._config.skip_unchanged:
             self._begin(self._held, self._links)
-        for id in self._shards.boxed if self._shards.taken else ():
-            self._links[id].begin(list(self._shards.of_link(id)))
 
     def _give_head_start(self, held: Mapping[str, torch.Tensor]) -> None:
         for id, transport in self._links.items():
             if id not in self._shards and not self._config.skip_unchanged:  # what will be sent is known later
                 transport.head_start(held)
 
-    def _begin(self, held: list[tuple[TensorMeta, torch.Tensor]], ids: Iterable[int]) -> None:
+    def _begin(
+        self,
+        held: list[tuple[TensorMeta, torch.Tensor]] | None,
+        ids: Iterable[int],
+        left_out: frozenset[str] = frozenset(),
+    ) -> None:
         for id in ids:
-            if id not in self._shards:
+            if id in self._shards.boxed and self._shards.taken:
+                self._links[id].begin(list(self._shards.of_link(id, left_out)))
+            elif id not in self._shards and held is not None:
                 self._links[id].begin(held)
 
     def get_ready(self) -> None:
@@ -263,7 +268,8 @@ class SenderRank:
         left_out = from_bits(self._manifest, request.left_out)
         names = tuple(name for name in self._names if name not in left_out)
         ids = self._links.keys() if request.links is None else request.links
-        links = {id: self._links[id] for id in ids if id in self._links} if names or not left_out else {}
+        moves = {True: len(left_out) < len(self._manifest.tensors), False: bool(names) or not left_out}
+        links = {id: self._links[id] for id in ids if id in self._links and moves[id in self._shards]}
         transfer = Transfer(
             version=request.version,
             manifest=without(self._manifest, left_out) if left_out else self._manifest,
@@ -274,9 +280,9 @@ class SenderRank:
             source = self._source.tensors(self._manifest, self._names, left_out=left_out)
         else:
             held = [(meta, tensor) for meta, tensor in held if meta.name not in left_out] if left_out else held
-            if self._config.skip_unchanged:
-                self._begin(held, links)
             source = iter(held)
+        if self._config.skip_unchanged:
+            self._begin(held, links, left_out)
         del held
         tensors = self._counted(source)
         sharded = [id for id in links if id in self._shards]
@@ -286,7 +292,7 @@ class SenderRank:
         transfers = dict.fromkeys(links, transfer) | dict.fromkeys(sharded, replace(transfer, held=self._shards.taken))
         try:
             if self._shards.taken:
-                items = {id: self._counted(self._shards.of_link(id)) for id in sharded}
+                items = {id: self._counted(self._shards.of_link(id, left_out)) for id in sharded}
                 steps = [LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s)]
             else:
                 steps = [LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 
 import torch
 
@@ -35,6 +35,11 @@ class ShardLinks:
         return self._slicers.keys()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors of which any link takes some."""
+        return tuple(dict.fromkeys(name for names in self._names.values() for name in names))
+
+    @property
     def taken(self) -> bool:
         """Whether the parts are there, all at once."""
         return self._parts is not None
@@ -58,26 +63,23 @@ class ShardLinks:
         """Keep this rank's parts, where they exist all at once."""
         self._parts = None
         if self._names and not source.makes:
-            self._parts = {meta.name: (meta, part) for meta, part in source.shards(manifest, self._all_names())}
+            self._parts = {meta.name: (meta, part) for meta, part in source.shards(manifest, self.names)}
 
     def release(self) -> None:
         """What was taken may change."""
         self._parts = None
 
-    def of_link(self, id: int) -> Items:
+    def of_link(self, id: int, left_out: Container[str] = frozenset()) -> Items:
         """What the link takes, of the parts that were taken; each link goes at its own pace."""
         assert self._parts is not None
         parts = self._parts
-        return self.cut(id, (parts[name] for name in self._names[id]))
+        return self.cut(id, (parts[name] for name in self._names[id] if name not in left_out))
 
     def made(self, source: TrainerSource, manifest: Manifest) -> Items:
         """This rank's parts, where they are made one after the other: once, for all links. To be iterated to the end, also
         where no link takes anything: making them may be collective."""
-        return source.shards(manifest, self._all_names())
+        return source.shards(manifest, self.names)
 
     def cut(self, id: int, parts: Iterable[tuple[TensorMeta, torch.Tensor]]) -> Items:
         """*parts* as the link takes them."""
         return self._slicers[id].cut(parts) if id in self._slicers else iter(parts)
-
-    def _all_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for names in self._names.values() for name in names))
