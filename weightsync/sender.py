@@ -140,10 +140,10 @@ class SenderRank:
 
     def _examine(self, request: m.Examine) -> m.Examined:
         """Where the weights lie is known once they were described."""
-        device, shared = torch.device("cpu"), False
+        device, shared, sharded = torch.device("cpu"), False, False
         if self._source is not None:
-            device, shared = self._source.device, self._source.in_shared_memory
-        facts = look(device, shares_memory=shared, probe_bytes=request.probe_bytes)
+            device, shared, sharded = self._source.device, self._source.in_shared_memory, self._source.is_sharded
+        facts = look(device, shares_memory=shared, is_sharded=sharded, probe_bytes=request.probe_bytes)
         return m.Examined(identity=self._identity, rank=0, facts=facts)
 
     def _open(self, request: m.OpenSender) -> m.SenderOpened:

@@ -82,6 +82,11 @@ class TrainerSource:
         return not (self._held or self._sharded)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether, when last looked at, some tensors were DTensors that must be gathered to be whole."""
+        return self._sharded
+
+    @property
     def device(self) -> torch.device:
         """Where the weights lay when `manifest` looked: the device of the first tensor that is not on the CPU."""
         return self._device

@@ -127,6 +127,7 @@ FAULTS: list[tuple[str, Evidence, str, str, str, str]] = [
     ("a group larger than staging", evidence(config=SyncConfig(transport="broadcast", staging_limit_bytes="1MiB")), "red", "staging", "module group a needs 2.0 MiB", "sync.staging_limit_bytes: 2097152"),
     ("a model larger than its stage", evidence(config=SyncConfig(transport="broadcast", staging_limit_bytes="1MiB", apply="staged")), "red", "staging", "apply: staged needs", "sync.apply: auto"),
     ("applied while it arrives", evidence(config=SyncConfig(transport="broadcast", apply="streaming")), "yellow", "staging", "as sync.apply says", "sync.apply: auto"),
+    ("shards that are gathered", with_rank(evidence(), "trainer 0", is_sharded=True), "yellow", "slices", "makes them whole on each for trainer 0 -> engine 0 rank 0", "sync.transport: sharded_shared_memory"),
     ("sleep mode", with_rank(evidence(), "engine 0 rank 0", engine={"sleep_mode": True}), "yellow", "sleep mode", "may be put to sleep", "wake_up()"),
     ("a sleeping engine", with_rank(evidence(), "engine 0 rank 0", refusal="the engine's weights are asleep; call wake_up() before the update"), "red", "state", "the engine's weights are asleep", "call wake_up() before the update"),
     ("a prefix cache that stays", with_rank(evidence(config=SyncConfig(on_commit=("set_weight_version",))), "engine 0 rank 0", engine={"prefix_caching": True}), "red", "prefix cache", "blocks of the prefix cache that old weights computed", "flush_prefix_cache"),

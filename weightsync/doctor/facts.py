@@ -63,6 +63,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Backend of torch.distributed's default group, "" where there is none."""
     shares_memory: bool = False
     """Trainers: the weights lie in shared memory, where engines can read them."""
+    is_sharded: bool = False
+    """Trainers: some weights are DTensors of which each rank has a part."""
     engine: dict[str, bool | int | str] = {}
     """Settings of the engine that matter for an update, where it has such."""
     refusal: str = ""

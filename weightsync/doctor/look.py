@@ -35,7 +35,12 @@ _LEAST_PROBE_BYTES = 16 << 20
 
 
 def look(
-    device: torch.device, *, adapter: Any = None, shares_memory: bool = False, probe_bytes: int = 0
+    device: torch.device,
+    *,
+    adapter: Any = None,
+    shares_memory: bool = False,
+    is_sharded: bool = False,
+    probe_bytes: int = 0,
 ) -> ProcessFacts:
     """This process's facts.
 
@@ -43,6 +48,7 @@ def look(
         device: where the weights lie.
         adapter: of an engine's rank; asked for its settings and whether it is ready.
         shares_memory: a trainer's weights lie in shared memory.
+        is_sharded: a trainer's rank has parts of some.
         probe_bytes: measure copies of so many bytes, on a GPU of 16 times as many; 0: measure nothing.
     """
     total, free = _host_memory()
@@ -65,6 +71,7 @@ def look(
         gpu=_gpu(device) if device.type == "cuda" else None,
         process_group=_process_group(),
         shares_memory=shares_memory,
+        is_sharded=is_sharded,
         engine=adapter.settings() if hasattr(adapter, "settings") else {},
         refusal=_refusal(adapter),
         rates=_rates(device, probe_bytes) if probe_bytes else None,

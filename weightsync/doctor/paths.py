@@ -11,6 +11,7 @@ from weightsync.doctor.finding import Check, Finding, Level, some
 from weightsync.errors import AgreementError, ConfigError
 from weightsync.identity import Identity, check_nccl
 from weightsync.plan import choose_transport, why_not_nccl
+from weightsync.registry import takes_shards
 
 _CUPY = 'pip install "weightsync[cuda13]" (or cuda12) in both environments'
 
@@ -74,6 +75,15 @@ def faster(e: Evidence) -> Iterator[Finding]:
             party=some(no_cupy),
             expected="cuda_ipc",
             cure=f"{_CUPY}, and leave sync.transport at auto, or, for slices, set it to sharded_cuda_ipc",
+        )
+    gathered = [f"{of} -> {to}" for (of, to), name in e.transports.items() if name and not takes_shards(name)]
+    if gathered and (sharded := [rank for rank, process in e.trainers.items() if process.facts.is_sharded]):
+        yield Check("transports", "slices").yellow(
+            f"{some(sharded)} hold parts of the weights, and every update makes them whole on each for {some(gathered)}",
+            party=some(sharded),
+            expected="slices: each engine rank takes what it needs of the parts, and nothing is gathered",
+            cure="set sync.transport: sharded_shared_memory (one host), sharded_cuda_ipc (its GPUs), sharded_rdt or "
+            "sharded_broadcast (several)",
         )
     for sender, ranks in _broadcasts(e):
         yield from _over_nccl(e, sender, ranks)
