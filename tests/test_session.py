@@ -409,17 +409,15 @@ def test_a_streaming_update_that_fails_poisons_and_the_next_heals() -> None:
     sync = LocalSync(
         [source],
         [module_engine(engine)],
-        config(transport="broadcast", apply="streaming", bucket_bytes=64, timeout_s=3),
+        config(transport="broadcast", apply="streaming", bucket_bytes=64, timeout_s=30),
     )
     with sync as session:
         session.update()
-        fail = True
+        fail, started = True, time.monotonic()
         with pytest.raises(EnginePoisonedError, match="gather broke"):
             session.update()
-        deadline = time.monotonic() + 10
-        while not sync.receivers[0][0].poisoned:  # it waits for bytes still, as long as its own bound
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert time.monotonic() - started < 10, "the engine, which is loading, hears of it at once"
+        assert sync.receivers[0][0].poisoned
         fail = False
         trainer.step()
         session.update()

@@ -1,10 +1,12 @@
 """What a sender says over gloo before each bucket: two integers, sizes of header and payload, then the header.
 
-A size of nought for the header is the end of a transfer.
+A size of nought for the header is the end of a transfer. A sender that is aborted says so in place of the next bucket, so that
+receivers, which may be waiting within a call that nobody can interrupt, need not wait until their bound.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from weightsync.wire import pack, unpack
 
 PLAN = -1
 """In place of a payload's size: the header is a plan of many."""
+_GAVE_UP = -1
+"""In place of a header's size: nothing more comes."""
 _MAX_HEADER_BYTES = 64 << 20
 
 
@@ -47,6 +51,12 @@ def announce(group: GlooGroup, header: Header | BucketPlan | None, nbytes: int, 
             group.wait(work, what)
 
     return wait
+
+
+def give_up(group: GlooGroup) -> None:
+    """Say that nothing more comes; waits for nobody, and does nothing where the link is broken."""
+    with contextlib.suppress(Exception):
+        group.say_last(torch.tensor([_GAVE_UP, 0], dtype=torch.int64))
 
 
 @dataclass(slots=True)
@@ -83,7 +93,8 @@ class Incoming:
         """Wait for the next bucket; None after the last.
 
         Raises:
-            TransportError: the sender is gone, or announces what is not possible. UpdateTimeoutError: it says nothing.
+            TransportError: the sender is gone, was aborted, or announces what is not possible. UpdateTimeoutError: it says
+                nothing.
         """
         if self._ended:
             return None
@@ -105,6 +116,7 @@ class Incoming:
         header_bytes, payload_bytes = map(int, self._sizes)
         self._work, what = None, self._what
         self._number += 1
+        self._check_sender()
         if header_bytes == 0:
             self._ended = True
             return None
@@ -137,9 +149,14 @@ class Incoming:
         return found
 
     def watch(self) -> None:
-        """Raises TransportError where the sender is gone."""
+        """Raises TransportError where the sender is gone, or was aborted."""
         self.listen()
-        self._group.is_done(self._work, self._what)
+        if self._group.is_done(self._work, self._what):
+            self._check_sender()
+
+    def _check_sender(self) -> None:
+        if int(self._sizes[0]) == _GAVE_UP:
+            raise TransportError(f"{self._group.who}: the sender was aborted, and sends no more")
 
     def _read(self, arriving: Arriving) -> Header | BucketPlan:
         self._group.wait(arriving.said, arriving.what)

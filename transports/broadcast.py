@@ -27,7 +27,7 @@ from weightsync.errors import TransportError, WeightSyncError
 from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import TensorMeta
 from weightsync.ranks import SENDER, group_rank
-from weightsync.transports.announcements import PLAN, Arriving, Header, Incoming, announce
+from weightsync.transports.announcements import PLAN, Arriving, Header, Incoming, announce, give_up
 from weightsync.transports.backend import backend_of
 from weightsync.transports.bucketplan import BucketPlan, PlannedBuckets, can_plan, note
 from weightsync.transports.gloo_group import Address, Flight, GlooGroup, GlooPayload, node_host
@@ -49,6 +49,8 @@ class BroadcastSender(SenderTransport):
         self._planned: PlannedBuckets | None = None
         self._is_begun = False
         """Its digests have been started for the version that comes."""
+        self._is_sent = True
+        """No version is on its way."""
 
     def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
         context, backend = self.context, backend_of(self.context)
@@ -90,6 +92,12 @@ class BroadcastSender(SenderTransport):
         self._is_begun = True
 
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
+        self._is_sent = False
+        stats = self._send_all(transfer, tensors)
+        self._is_sent = True
+        return stats
+
+    def _send_all(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         assert self._group is not None and self._payloads is not None, "send before open"
         group, payloads = self._group, self._payloads
         try:
@@ -168,7 +176,10 @@ class BroadcastSender(SenderTransport):
         return TransferStats(content.nbytes, content.value)
 
     def abort(self) -> None:
+        """Receivers hear of it only now, when whoever aborts knows why: what they say comes after the cause."""
         if self._group is not None:
+            if not self._is_sent:
+                give_up(self._group)
             self._group.abort()
 
     def close(self) -> None:

@@ -68,6 +68,8 @@ class GlooGroup:
         self.members: list[tuple[int, ...]] = []
         """Of each rank: a number for its host, pid, when the process started, number of its GPU; known when connected."""
         self._group: Any = None
+        self._last: object = None
+        """Kept as long as the work on it may last."""
         self._store: dist.TCPStore | None = None  # kept until the end: rank 0's serves the others
         if rank == SENDER:
             self._open_store()
@@ -151,6 +153,10 @@ class GlooGroup:
         options.rootRank = root
         options.rootTensor = 0
         return self._of_group().broadcast([tensor], options)
+
+    def say_last(self, tensor: torch.Tensor) -> None:
+        """From this rank: begin to broadcast *tensor*, for which nobody here will wait."""
+        self._last = tensor, self.start(tensor, root=self.rank)
 
     def sum(self, values: Sequence[int], what: str) -> list[int]:
         """Collective: the ranks' *values*, added one by one; a meeting of all of them.
