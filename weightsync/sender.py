@@ -268,8 +268,12 @@ class SenderRank:
         left_out = from_bits(self._manifest, request.left_out)
         names = tuple(name for name in self._names if name not in left_out)
         ids = self._links.keys() if request.links is None else request.links
-        moves = {True: len(left_out) < len(self._manifest.tensors), False: bool(names) or not left_out}
-        links = {id: self._links[id] for id in ids if id in self._links and moves[id in self._shards]}
+        moves_shards, moves_whole = len(left_out) < len(self._manifest.tensors), bool(names) or not left_out
+        links = {
+            id: self._links[id]
+            for id in ids
+            if id in self._links and (moves_shards if id in self._shards else moves_whole)
+        }
         transfer = Transfer(
             version=request.version,
             manifest=without(self._manifest, left_out) if left_out else self._manifest,
