@@ -113,7 +113,7 @@ def test_sharded_trainers_and_a_colocated_engine_are_measured(tmp_path: Path) ->
     assert found["nbytes"] > 0
     assert found["update"]["min"] <= found["update"]["median"] <= found["update"]["max"]
     assert found["ratio"] == pytest.approx(found["update"]["median"] / found["floor"]["median"])
-    assert set(found["transports"].values()) == {"shared_memory"}
+    assert set(found["transports"].values()) == {"sharded_shared_memory"}
     assert {"prepare", "transfer", "apply", "commit"} <= found["phases"].keys()
 
 
