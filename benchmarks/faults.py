@@ -2,6 +2,7 @@
 
     python -m benchmarks.faults [--engine vllm] [--transport broadcast] [--out benchmarks/results/faults.json]
                                 [--docs docs/failure-semantics.md]
+    python -m benchmarks.faults --slices --out benchmarks/results/faults_slices.json      # links of slices, of torch modules
 
 Each case is one update under one fault, with trainer and engines in processes of their own that are really killed and
 stopped (`weightsync.testing.campaign`). Prints what is not sound, writes all outcomes, and renews the table in the docs.
@@ -44,6 +45,11 @@ CONFIGURATIONS = [
     ("torch", "broadcast", "streaming"),
     ("vllm", "shared_memory", "streaming"),
     ("vllm", "broadcast", "streaming"),
+]
+SLICES = [
+    ("torch", transport, apply)
+    for apply in ("staged", "streaming")
+    for transport in ("sharded_shared_memory", "sharded_broadcast")
 ]
 BEGIN, END = "<!-- fault table: begin -->", "<!-- fault table: end -->"
 
@@ -194,6 +200,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=["torch", "vllm"], help="this kind only")
     parser.add_argument("--transport", choices=["shared_memory", "broadcast"], help="this one only")
+    parser.add_argument(
+        "--slices", action="store_true", help="links of slices instead, which have no place in the table"
+    )
     parser.add_argument("--apply", choices=["staged", "streaming"], help="this one only")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/faults.json"))
     parser.add_argument("--docs", type=Path, help="the page whose table is renewed")
@@ -205,7 +214,7 @@ def main() -> None:
     outcomes = known(arguments.out)
     with tempfile.TemporaryDirectory() as folder:
         make_models(folder)
-        for engine, transport, apply in CONFIGURATIONS:
+        for engine, transport, apply in SLICES if arguments.slices else CONFIGURATIONS:
             asked = (arguments.engine, arguments.transport, arguments.apply)
             if all(wanted in (None, of) for wanted, of in zip(asked, (engine, transport, apply), strict=True)):
                 outcomes = [o for o in outcomes if (o.engine, o.transport, o.apply) != (engine, transport, apply)]
