@@ -6,7 +6,7 @@ tests/test_slices.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -175,5 +175,46 @@ def test_contiguous_slices_are_read_where_the_shards_lie_and_others_are_packed(
     assert all(rows[f"engine {i} rank 0"].peak_staging_bytes == 0 for i in range(3)), (
         "what is stable stays where it lies"
     )
+    session.close()
+    fleet.close()
+
+
+class Loader(Columns):
+    """Its live weights are not what it is given: the head is kept doubled, so it has to be loaded; the rest are copies."""
+
+    laid_out_as_loaded = False
+    copies_load = True
+
+    def apply(self, groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> int:
+        tensors = self._tensors()
+        with torch.no_grad():
+            for group in groups:
+                for name, value in group:
+                    assert value.shape == weights(0)[name].shape, "a loader is given whole tensors"
+                    tensors[name].copy_(self.slice_of(value) * (2 if name == "head" else 1))
+        return 1
+
+    def check(self, seed: int) -> None:
+        live = self._tensors()
+        for name, tensor in weights(seed).items():
+            assert torch.equal(live[name], self.slice_of(tensor) * (2 if name == "head" else 1)), name
+
+
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+def test_what_only_copies_is_copied_from_the_shards_and_the_rest_loaded(
+    apply: Any, trainers: list[ProcessParty]
+) -> None:
+    engines = [Loader(0), Loader(2)]
+    fleet = LocalFleet(trainers, [in_process_party([ReceiverRank(engine)]) for engine in engines])
+    session = Session(fleet, ws.SyncConfig(transport=NAME, apply=apply, timeout_s=20, partial="report"))
+    session.open()
+    for seed in (1, 2, 3, 4):
+        for trainer in trainers:
+            trainer.ask(Trainer.step, seed)
+        report = session.update()
+        for engine in engines:
+            engine.check(seed)
+    of_engines = [row for row in report.ranks if row.rank.startswith("engine")]
+    assert [(row.num_direct, len(row.reloaded), row.reloads) for row in of_engines] == [(2, 1, 1)] * 2, "the head alone"
     session.close()
     fleet.close()
