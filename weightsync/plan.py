@@ -9,7 +9,7 @@ from weightsync.config import SyncConfig
 from weightsync.errors import AgreementError, ConfigError, ManifestError
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest, TensorMeta
-from weightsync.registry import carrier_of, check_transport, takes_shards, transport_names
+from weightsync.registry import carrier_of, check_transport, is_transport, takes_shards
 
 R = TypeVar("R")
 
@@ -101,7 +101,7 @@ def choose_transports(
         for i, name in enumerate(names):
             if sharded is not None and not takes_shards(name):
                 form = f"sharded_{name}"
-                name = form if form in transport_names() and takes_shards(form) else sharded
+                name = form if is_transport(form) and takes_shards(form) else sharded
                 _check_place(name, senders[i], identity)
             found[i, receiver] = name
     return found
