@@ -92,14 +92,9 @@ class BroadcastSender(SenderTransport):
         self._is_begun = True
 
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
-        self._is_sent = False
-        stats = self._send_all(transfer, tensors)
-        self._is_sent = True
-        return stats
-
-    def _send_all(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         assert self._group is not None and self._payloads is not None, "send before open"
         group, payloads = self._group, self._payloads
+        self._is_sent = False
         try:
             if isinstance(payloads, NcclGroup):
                 torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
@@ -110,11 +105,14 @@ class BroadcastSender(SenderTransport):
                 assert self._planned is not None
                 for _ in tensors:  # it is to be asked for all
                     pass
-                return self._send_planned(transfer, self._planned, group, payloads)
-            return self._send(transfer, tensors, group, payloads)
+                stats = self._send_planned(transfer, self._planned, group, payloads)
+            else:
+                stats = self._send(transfer, tensors, group, payloads)
         except Exception:
             payloads.stop()
             raise
+        self._is_sent = True
+        return stats
 
     def _send_planned(
         self, transfer: Transfer, planned: PlannedBuckets, group: GlooGroup, payloads: NcclGroup

@@ -9,35 +9,35 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from weightsync.interfaces import SenderTransport
 from weightsync.transports.broadcast import BroadcastReceiver, BroadcastSender
 from weightsync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from weightsync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 
-class ShardedSharedMemorySender(SharedMemorySender):
-    name: ClassVar[str] = "sharded_shared_memory"
+class _TakesBoxes(SenderTransport):
     takes_shards: ClassVar[bool] = True
     takes_boxes: ClassVar[bool] = True
+
+
+class ShardedSharedMemorySender(_TakesBoxes, SharedMemorySender):
+    name: ClassVar[str] = "sharded_shared_memory"
 
 
 class ShardedSharedMemoryReceiver(SharedMemoryReceiver):
     name: ClassVar[str] = "sharded_shared_memory"
 
 
-class ShardedCudaIpcSender(CudaIpcSender):
+class ShardedCudaIpcSender(_TakesBoxes, CudaIpcSender):
     name: ClassVar[str] = "sharded_cuda_ipc"
-    takes_shards: ClassVar[bool] = True
-    takes_boxes: ClassVar[bool] = True
 
 
 class ShardedCudaIpcReceiver(CudaIpcReceiver):
     name: ClassVar[str] = "sharded_cuda_ipc"
 
 
-class ShardedBroadcastSender(BroadcastSender):
+class ShardedBroadcastSender(_TakesBoxes, BroadcastSender):
     name: ClassVar[str] = "sharded_broadcast"
-    takes_shards: ClassVar[bool] = True
-    takes_boxes: ClassVar[bool] = True
 
 
 class ShardedBroadcastReceiver(BroadcastReceiver):

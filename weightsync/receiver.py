@@ -30,6 +30,9 @@ from weightsync.sender import link_context
 from weightsync.staging import check_budget, group_bytes, regroup
 from weightsync.unchanged import LiveDigests, from_bits, group_numbers, groups_left, without
 
+_Entry = tuple[m.ReceiverLink, ReceiverTransport, tuple[str, ...]]
+"""A link, this end of it, and the names that come over it, where it carries whole tensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -41,7 +44,7 @@ class _Part:
     manifest: Manifest
     """The same as it comes here: of their boxes, where this rank takes slices."""
     groups: GroupTable
-    num_links: int
+    links: tuple[_Entry, ...]
     """Over which something comes."""
 
 
@@ -293,14 +296,10 @@ class ReceiverRank:
         self._applied = self._whole = False
         coalescer, self._next = self._next or self._new_coalescer(version), None
         sent = self._manifest
-        links = [(link, transport, link.names) for link, transport in self._links]
+        links = tuple((link, transport, link.names) for link, transport in self._links)
         if left_out:
             part = self._part_without(left_out)
-            coalescer, sent = self._new_coalescer(version, part), part.sent
-            if self._boxes is None:
-                links = [(link, end, tuple(n for n in names if n in sent.by_name)) for link, end, names in links]
-                links = [entry for entry in links if entry[2]]
-            links = links[: part.num_links]
+            coalescer, sent, links = self._new_coalescer(version, part), part.sent, part.links
         self._coalescer, self._came = coalescer, sent
         self._receiving = [
             Background(lambda entry=entry: self._drain(coalescer, sent, *entry), name="receive")  # type: ignore[misc]
@@ -317,13 +316,14 @@ class ReceiverRank:
             sent = manifest = without(self._manifest, names)
             if self._boxes is None:
                 left = groups_left(self._manifest, self._load_map.groups, names)
-                num_links = sum(any(name in sent.by_name for name in link.names) for link, _ in self._links)
+                rest = ((link, end, tuple(n for n in link.names if n in sent.by_name)) for link, end in self._links)
+                links = tuple(entry for entry in rest if entry[2])
             else:
                 labels = self._boxes.labels(names)
                 manifest = without(self._boxes.manifest, labels)
                 left = groups_left(self._boxes.manifest, self._boxes.load_map.groups, labels)
-                num_links = len(self._links) if sent.tensors else 0
-            self._part = _Part(left_out, sent, manifest, GroupTable.of(manifest, left), num_links)
+                links = tuple((link, end, link.names) for link, end in self._links) if sent.tensors else ()
+            self._part = _Part(left_out, sent, manifest, GroupTable.of(manifest, left), links)
         return self._part
 
     def _new_coalescer(self, version: int, part: _Part | None = None) -> Coalescer:
@@ -337,7 +337,7 @@ class ReceiverRank:
             version=version,
             staging_limit_bytes=self._config.staging_limit,
             timeout_s=self._config.timeout_s,
-            num_producers=len(self._links) if part is None else part.num_links,
+            num_producers=len(self._links if part is None else part.links),
             verify=self._config.digest,
             defer_sets=self._defer_sets,
         )

@@ -295,18 +295,17 @@ class SenderRank:
         shards = self._counted(self._shards.made(self._source, self._manifest)) if makes_shards else iter(())
         transfers = dict.fromkeys(links, transfer) | dict.fromkeys(sharded, replace(transfer, held=self._shards.taken))
         try:
+            whole = LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s)
+            made = LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)
             if self._shards.taken:
                 items = {id: self._counted(self._shards.of_link(id, left_out)) for id in sharded}
-                steps = [LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s)]
             else:
-                steps = [LockStep(shards, len(sharded), timeout_s=self._config.timeout_s)]
-                items = {id: self._shards.cut(id, iter(steps[0])) for id in sharded}
-                steps.append(LockStep(tensors, len(links) - len(sharded), timeout_s=self._config.timeout_s))
+                items = {id: self._shards.cut(id, iter(made)) for id in sharded}
             if len(links) == 1:
                 stats = {id: link.send(transfers[id], items.get(id, tensors)) for id, link in links.items()}
             else:
-                items |= {id: iter(steps[-1]) for id in links if id not in sharded}
-                stats = self._send_over_all(links, transfers, items, steps)
+                items |= {id: iter(whole) for id in links if id not in sharded}
+                stats = self._send_over_all(links, transfers, items, (whole, made))
         finally:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
             for _ in tensors if gathers else shards:
