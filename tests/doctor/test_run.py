@@ -16,7 +16,7 @@ import pytest
 from weightsync.cli import main
 from weightsync.doctor.finding import Finding
 from weightsync.doctor.run import failed_start
-from weightsync.pipeline.fleet import RunError
+from weightsync.ray_actors.pipeline_fleet import RunError
 
 ROOT = Path(__file__).parents[2]
 

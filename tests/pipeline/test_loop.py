@@ -16,9 +16,9 @@ from weightsync.errors import TransportError
 from weightsync.pipeline import loop
 from weightsync.pipeline.config import EnginesConfig, PipelineConfig, RunConfig, TrainerConfig
 from weightsync.pipeline.display import Display
-from weightsync.pipeline.fleet import RunError
 from weightsync.pipeline.records import Records
 from weightsync.pipeline.trainer import Rollout
+from weightsync.ray_actors.pipeline_fleet import RunError
 from weightsync.report import UpdateReport
 
 REPORT = UpdateReport(

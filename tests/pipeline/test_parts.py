@@ -20,8 +20,8 @@ from weightsync.pipeline.check import load
 from weightsync.pipeline.config import schema
 from weightsync.pipeline.display import Display
 from weightsync.pipeline.document import Document, dump
-from weightsync.pipeline.fleet import RunError, explain
 from weightsync.pipeline.records import Records, config_text, submission_id
+from weightsync.ray_actors.pipeline_fleet import RunError, explain
 from weightsync.report import EngineProgress, Progress, UpdateReport
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from weightsync.bench.weights import Floor, alternating, flip, floor
 from weightsync.errors import WeightSyncError
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.display import Display
-from weightsync.pipeline.fleet import Fleet, RunError, ask
 from weightsync.pipeline.starting import connected, started
 from weightsync.pipeline.stopping import Stopping
+from weightsync.ray_actors.pipeline_fleet import Fleet, RunError, ask
 from weightsync.report import UpdateReport
 
 _WARM_UP = 3

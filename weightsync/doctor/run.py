@@ -15,9 +15,9 @@ from weightsync.doctor.finding import Check, Finding, exit_code
 from weightsync.doctor.rendering import as_json, show
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.display import Display
-from weightsync.pipeline.fleet import Fleet, RunError, ask
 from weightsync.pipeline.starting import processes, started
 from weightsync.pipeline.stopping import Stopping
+from weightsync.ray_actors.pipeline_fleet import Fleet, RunError, ask
 
 
 def doctor(config: PipelineConfig, *, json: bool) -> int:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import WeightSyncError
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.display import Display
-from weightsync.pipeline.fleet import Fleet, RunError, ask, explain
 from weightsync.pipeline.records import Records
 from weightsync.pipeline.trainer import Rollout, Verdict
+from weightsync.ray_actors.pipeline_fleet import Fleet, RunError, ask, explain
 from weightsync.report import UpdateReport
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from rich.console import Console
 from weightsync.errors import WeightSyncError
 from weightsync.pipeline.config import PipelineConfig
 from weightsync.pipeline.display import Display
-from weightsync.pipeline.fleet import RunError, explain
 from weightsync.pipeline.loop import Loop
 from weightsync.pipeline.records import Records, config_text
 from weightsync.pipeline.starting import connected, started
 from weightsync.pipeline.stopping import Stopping
 from weightsync.pipeline.trainer import Verdict
+from weightsync.ray_actors.pipeline_fleet import RunError, explain
 
 
 def run(config: PipelineConfig, console: Console) -> int:

@@ -14,8 +14,8 @@ from weightsync.errors import WeightSyncError
 from weightsync.pipeline.check import resolve
 from weightsync.pipeline.config import ModelMaker, PipelineConfig
 from weightsync.pipeline.display import Display
-from weightsync.pipeline.fleet import Fleet, RunError
 from weightsync.pipeline.stopping import Stopping
+from weightsync.ray_actors.pipeline_fleet import Fleet, RunError
 
 if TYPE_CHECKING:
     from weightsync.ray_actors.connect import WeightSync
