@@ -47,6 +47,7 @@ class ReceivingEnd:
 
     def load(self, version: int) -> None:
         """Receive one version and load it as it comes; verified, where digests are on, when it has landed."""
+        way = self._direct.plan(sets=self._receiver.sends_sets, staged=False)
         coalescer = Coalescer(
             self._manifest,
             self._table,
@@ -56,7 +57,6 @@ class ReceivingEnd:
             verify=self._verify,
             defer_sets=self._receiver.sends_sets,
         )
-        way = self._direct.plan(sets=self._receiver.sends_sets)
         receiving = Background(lambda: self._drain(coalescer, version), name="receive")
         self._direct.apply(way, coalescer, verify=self._verify)
         self._adapter.synchronize()

@@ -685,7 +685,7 @@ class Loading:
             verify=verify,
             defer_sets=defer_sets,
         )
-        way = self.direct.plan(sets=True)
+        way = self.direct.plan(sets=True, staged=False)
         assert way is Way.SETS
         for i, layout in enumerate(self.layouts):
             chunk = WeightSet(1, self.manifest.digest, layout, i)

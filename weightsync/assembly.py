@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,8 @@ class OpenGroup:
     """Canonical tensors that are not whole yet."""
     staging_bytes: int = 0
     handed_out: bool = False
+    in_place: int = 0
+    """How many of its tensors were written where the engine keeps them."""
     buffer: torch.Tensor | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     chunks: list[Loan] = field(default_factory=list)
@@ -71,6 +73,9 @@ class GroupAssembly(Arrival):
         self.staging_limit_bytes = staging_limit_bytes
         self.peak_staging_bytes = 0
         self._lent: dict[str, Lent] = {}
+        self._landing: Mapping[str, torch.Tensor] = {}
+        self._is_written = False
+        """Something was written where the engine keeps it."""
         self._waiting_producers = 0
         self._used_bytes = 0
         self._freeable_bytes = 0
@@ -105,18 +110,47 @@ class GroupAssembly(Arrival):
             self._notify()
         if group is None:
             return
-        lent = self._lent.pop(meta.name, None)
-        place = (
-            lent.payload[lent.base : lent.base + meta.nbytes]
-            if lent is not None
-            else self._staging(group, meta.name, torch.device("cpu"))
-        )
-        group.tensors[meta.name] = from_bytes(place, meta.torch_dtype, meta.shape)
+        group.tensors[meta.name] = from_bytes(self._place_of(meta, group), meta.torch_dtype, meta.shape)
         group.pending -= 1
-        if group.pending == 0:
+        if group.pending > 0:
+            return
+        if group.in_place == len(group.tensors):
+            group.handed_out = True
+            self._handed_out += 1
+            self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0  # reserved in vain
+            self._give_back(group)
+        else:
             self._ready.append(group)
             self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
-            self._changed.notify_all()
+        self._changed.notify_all()
+
+    def _place_of(self, meta: TensorMeta, group: OpenGroup) -> torch.Tensor:
+        """Where the bytes of a tensor are that is whole."""
+        lent = self._lent.pop(meta.name, None)
+        if lent is not None:
+            return lent.payload[lent.base : lent.base + meta.nbytes]
+        if self.has_landed(meta.name):
+            group.in_place += 1
+            return self._landing[meta.name]
+        return self._staging(group, meta.name, torch.device("cpu"))
+
+    def land(self, places: Mapping[str, torch.Tensor]) -> None:
+        """The consumer has begun: from now on these tensors are written there (1-D uint8), unverified until the version
+        `is_whole`, but for those of groups of which something has come before. A group of which all are is not handed out.
+        """
+        with self._changed:
+            self._raise_if_failed()
+            come = {self._table.index.get(name) for name in self._arrived}
+            self._landing = {name: place for name, place in places.items() if self._table.index.get(name) not in come}
+
+    def stop_landing(self) -> None:
+        """The consumer has failed: what comes from now on is staged. What was written until then, `has_begun` knows."""
+        with self._changed:
+            self._landing = {}
+
+    def has_landed(self, name: str) -> bool:
+        """Whether the tensor is written where the engine keeps it."""
+        return name in self._landing
 
     def _lend(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, group: OpenGroup, loan: Loan) -> bool:
         """Use the tensor where it lies, if that is in stable memory and in one run; else False: it is to be staged.
@@ -277,8 +311,13 @@ class GroupAssembly(Arrival):
 
     @property
     def num_handed_out(self) -> int:
-        """How many groups the consumer has been given."""
+        """How many groups the consumer has been given, or need not be, since they were written in place."""
         return self._handed_out
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine may no longer be what it was."""
+        return self._handed_out > 0 or self._is_written
 
     def unread(self) -> list[str]:
         """Keys of the groups that `groups` has not handed out."""
@@ -309,5 +348,6 @@ class GroupAssembly(Arrival):
                     loan.drop()
             self._ready.clear()
             self._lent.clear()
+            self._landing = {}
             self._used_bytes = self._freeable_bytes = 0
             self._notify()

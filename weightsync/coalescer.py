@@ -6,7 +6,8 @@
 
 Bytes of a chunk that is not `stable` are copied into the group's staging buffer inside `put`, and the chunk is
 released before `put` returns. A tensor that lies in one run of stable memory is used where it lies and costs no staging;
-such a chunk is released when every group that it feeds was consumed, or when the coalescer is closed. Staging memory is
+such a chunk is released when every group that it feeds was consumed, or when the coalescer is closed. What the consumer lets
+be written in place (`land`) is copied there, in `put`, and neither staged nor handed out. Staging memory is
 of the device on which a group's first bytes came; what came in GPU memory is copied and digested there, chunk by chunk.
 
 Threads: any number of producers call `put`; one consumer iterates `groups` or waits with `wait_whole`.
@@ -23,7 +24,7 @@ import torch
 
 from weightsync.assembly import GroupAssembly, Loan
 from weightsync.chunk import Piece, WeightChunk
-from weightsync.cuda.moves import note_transfer, run_flat
+from weightsync.cuda.moves import Move, note_transfer, run_flat
 from weightsync.digest import ContentDigest, copy_and_digest, copy_bytes, digest_view
 from weightsync.errors import DigestError, IncompleteUpdateError, ManifestError, WeightSyncError
 from weightsync.grouptable import GroupTable
@@ -218,18 +219,24 @@ class Coalescer(GroupAssembly):
     def _take_all(self, chunk: WeightChunk, loan: Loan) -> None:
         """The pieces of a chunk in GPU memory: as many as there is room for are copied and digested in one launch."""
         for pieces in self._batches(chunk):
-            places = [self._place(piece, meta, chunk, loan) for piece, meta in pieces]
-            sources = [chunk.payload[piece.offset : piece.offset + piece.nbytes] for piece, _ in pieces]
-            staged = [(place, source) for place, source in zip(places, sources, strict=True) if place is not None]
+            device = chunk.payload.device
+            moves: list[Move] = []
+            staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for piece, meta in pieces:
+                place = self._place(piece, meta, chunk, loan)
+                source = chunk.payload[piece.offset : piece.offset + piece.nbytes]
+                lands = place is not None and self.has_landed(piece.name) and place.device == device
+                if place is not None and not lands:
+                    staged.append((place, source))
+                moves.append((source, place if lands else None))
             if staged:
                 torch._foreach_copy_([place for place, _ in staged], [source for _, source in staged])
-            digests: list[int] = []
-            if (
-                self._verify
-            ):  # a transport's buckets stay where they are, so this is compiled once; it comes after the copies
-                digests = run_flat([(source, None) for source in sources], chunk.payload.device, digest=True).tolist()
-            elif staged:
-                torch.cuda.current_stream(chunk.payload.device).synchronize()
+            if not self._verify:
+                moves = [move for move in moves if move[1] is not None]
+            # Buckets, and what is written in place, stay where they are, so this is compiled once. It comes after the copies.
+            digests = run_flat(moves, device, digest=self._verify).tolist() if moves else []
+            if staged and not moves:
+                torch.cuda.current_stream(device).synchronize()
             for i, (piece, meta) in enumerate(pieces):
                 self._verify_piece(piece, digests[i] if self._verify else None)
                 self._account(piece, meta, chunk)
@@ -245,6 +252,7 @@ class Coalescer(GroupAssembly):
         for number, run in runs:
             pieces = list(run)
             lent = chunk.stable and all(piece.nbytes == meta.nbytes for piece, meta in pieces)
+            lent = lent or all(self.has_landed(piece.name) for piece, _ in pieces)
             if number is None or lent or self._reserve(self._groups[number], chunk.payload.device):
                 batch += pieces
                 continue
@@ -261,6 +269,9 @@ class Coalescer(GroupAssembly):
         with self._changed:
             self._raise_if_failed()
             self._claim(piece)
+            if group is not None and self.has_landed(piece.name):
+                self._is_written = True
+                return self._landing[piece.name][piece.start : piece.start + piece.nbytes]
             if group is None or self._lend(piece, meta, chunk, group, loan):
                 return None
         return self._unlend(group, piece.name, chunk.payload.device)[piece.start : piece.start + piece.nbytes]

@@ -9,15 +9,18 @@ On `audit` every so many updates do both, and every parameter must come out the 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import StrEnum
 
 import torch
 
+from weightsync.chunk import as_bytes
 from weightsync.coalescer import Coalescer
 from weightsync.errors import EnginePoisonedError, EngineStateError
 from weightsync.interfaces import DirectAdapter, EngineAdapter
+from weightsync.landing import Landing, landings
 from weightsync.loadmap import Copy, LoadMap
+from weightsync.manifest import Manifest
 from weightsync.placement import GroupCopies, Live, Place, SetCopies, compile_set, digests_of, run_copies
 from weightsync.qualify import (
     LEARNING,
@@ -44,6 +47,7 @@ class Way(StrEnum):
     OBSERVE = "one reload of everything, watched"
     AUDIT = "copies and a reload, compared"
     GROUPS = "groups as they come: copies, or the reload"
+    IN_PLACE = "bytes as they come, into place; the other groups as they become whole"
     SETS = "everything in one launch, and a reload of the rest"
 
 
@@ -86,6 +90,8 @@ class DirectApply:
         self._sets = False
         """All that the planned update brings stays where it lies."""
         self._compiled: dict[SetLayout, SetCopies] = {}
+        self._landings: dict[str, dict[str, Landing]] = {}
+        """By group: where its tensors may be written as they arrive, as long as the live tensors lie as they do."""
         if self._direct is None:
             self._give_up("the engine's adapter does not show its live tensors")
         elif mode == "off" and not self._direct.laid_out_as_loaded:
@@ -98,7 +104,7 @@ class DirectApply:
         self.reasons = {group.key: reason for group in self._load_map.groups}
 
     def _start_anew(self, adapter: DirectAdapter, live: Live) -> None:
-        self._layout, self._compiled = layout_of(live), {}
+        self._layout, self._compiled, self._landings = layout_of(live), {}, {}
         self._groups, self._never = unfit(self._load_map, live)
         self._shown, self._displaced, self._tried, self._is_contest_known = set(), {}, set(), False
         self._pending_for = self._patience = 0
@@ -126,8 +132,13 @@ class DirectApply:
         """They may be moved before `plan`."""
         self._looked = False
 
-    def plan(self, *, sets: bool) -> Way:
-        """How the next update will be loaded; *sets*: all that comes stays where it lies, in weight sets as far as may be."""
+    def plan(self, *, sets: bool, staged: bool) -> Way:
+        """How the next update will be loaded.
+
+        Args:
+            sets: all that comes stays where it lies, in weight sets as far as may be.
+            staged: it is loaded when all of it is here, not as it comes.
+        """
         if self._direct is None:
             return Way.RELOAD
         if not self._looked:
@@ -139,11 +150,14 @@ class DirectApply:
             self._pending_for += 1
             if self._pending_for > self._patience:
                 return Way.OBSERVE
-        if len(self.reasons) == len(self._load_map.groups) or (self._direct.laid_out_as_loaded and not sets):
+        if len(self.reasons) == len(self._load_map.groups):
             return Way.RELOAD
+        piecewise = Way.GROUPS if staged else Way.IN_PLACE
+        if self._direct.laid_out_as_loaded and not sets:
+            return Way.RELOAD if staged else piecewise
         if self._mode == "audit" and self._since_audit >= self._audit_every:
             return Way.AUDIT
-        return Way.SETS if sets else Way.GROUPS
+        return Way.SETS if sets else piecewise
 
     def apply(self, way: Way, coalescer: Coalescer, *, verify: bool) -> int:
         """Load everything in the *way* that was planned; returns how often the engine's loader ran.
@@ -177,6 +191,8 @@ class DirectApply:
                 return self._observe(self._direct, live, coalescer)
             way = Way.SETS if self._sets else Way.GROUPS  # what was to be watched has been left out
         self.reloaded = reasons
+        if way is Way.IN_PLACE:
+            coalescer.land(self._places(live, coalescer.manifest, reasons, come))
         match way:
             case Way.AUDIT:
                 return self._audit(self._direct, live, coalescer)
@@ -220,6 +236,7 @@ class DirectApply:
         self._tried |= asked.keys()
         self._displaced = asked | waiting
         self._groups = {**self._groups, **watched.learned}
+        self._landings = {}
         if asked or watched.learned:
             self._patience, self._is_contest_known = 0, False
 
@@ -262,7 +279,25 @@ class DirectApply:
             if key in self.reasons:
                 yield pairs
             else:
-                run_copies(self._groups[key].copies, dict(pairs), live)
+                copies = self._groups[key].copies
+                left = (c for c in copies if not coalescer.has_landed(self._aliases.get(c.name, c.name)))
+                run_copies(left, dict(pairs), live)
+
+    def _places(
+        self, live: Live, manifest: Manifest, reasons: Container[str], come: Iterable[str]
+    ) -> dict[str, torch.Tensor]:
+        """By canonical name: where what comes may be written as it arrives."""
+        found: dict[str, torch.Tensor] = {}
+        whole: dict[Place, torch.Tensor] = {}
+        for key in come:
+            if key not in reasons:
+                if key not in self._landings:
+                    self._landings[key] = landings(self._groups[key], live, manifest)
+                for name, landing in self._landings[key].items():
+                    if landing.place not in whole:
+                        whole[landing.place] = as_bytes(live[landing.place].detach())
+                    found[name] = whole[landing.place][landing.start : landing.start + landing.nbytes]
+        return found
 
     def _copy_sets(self, live: Live, coalescer: Coalescer, *, verify: bool) -> Iterator[Pairs]:
         """Copy everything at once; yields the groups that did not qualify."""

@@ -269,6 +269,7 @@ def _laid_out(tensor: torch.Tensor, dtype: str, shape: Sequence[int]) -> bool:
         and tuple(tensor.shape) == tuple(shape)
         and tensor.is_contiguous()
         and not tensor.is_meta
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # a wrapper's bytes are those of others
     )
 
 

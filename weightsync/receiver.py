@@ -252,7 +252,8 @@ class ReceiverRank:
                 whole_model=request.staged,
             )
         assert self._direct is not None
-        self._way = self._direct.plan(sets=all(link.stable and transport.sends_sets for link, transport in self._links))
+        sets = all(link.stable and transport.sends_sets for link, transport in self._links)
+        self._way = self._direct.plan(sets=sets, staged=request.staged)
         self._defer_sets = not self._staged and self._way is Way.SETS
         self._next = self._new_coalescer(request.version)
         self._holds = (
@@ -410,10 +411,11 @@ class ReceiverRank:
             if unread := self._coalescer.unread():
                 raise WeightSyncError(f"the engine's loader ended before it read {len(unread)} groups: {unread[:3]}")
         except BaseException:
-            self.poisoned = self.poisoned or self._coalescer.num_handed_out > 0
+            self._coalescer.stop_landing()
+            self.poisoned = self.poisoned or self._coalescer.has_begun
             raise
         finally:
-            self._applied = self._coalescer.num_handed_out > 0
+            self._applied = self._coalescer.has_begun
             if self._device.type == "cuda":
                 # A loader need not wait; the trainer may write, or what it lent be unmapped, as soon as this is answered.
                 torch.cuda.current_stream(self._device).synchronize()
@@ -453,10 +455,12 @@ class ReceiverRank:
         self._applied = self._whole = self._holds = False
 
     def _drop_links(self) -> None:
-        self.poisoned = self.poisoned or self._applied  # applied but never committed
+        coalescer, begun = self._coalescer, self._applied
         for _, transport in self._links:
             transport.abort()
         self._forget_update()
+        # Applied, or written, but never committed.
+        self.poisoned = self.poisoned or begun or (coalescer is not None and coalescer.has_begun)
         if self._connecting is not None:
             self._connecting.join(self._config.timeout_s)
             self._connecting = None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import weightsync.coalescer
 import weightsync.direct
 import weightsync.placement
 from tests.direct.made_up import (
@@ -30,10 +31,9 @@ from tests.direct.made_up import (
 )
 from tests.direct.sets import SetSender
 from weightsync.config import SyncConfig
+from weightsync.digest import copy_and_digest
 from weightsync.errors import DigestError, EnginePoisonedError, WeightSyncError
-from weightsync.interfaces import (
-    DirectAdapter,
-)
+from weightsync.interfaces import DirectAdapter
 from weightsync.testing import LocalSync
 
 
@@ -49,15 +49,16 @@ def test_a_failure_in_the_middle_of_the_copies_poisons_and_the_next_update_is_ex
             before, calls = made.engine.snapshot(), 0
             ours = {tensor.data_ptr() for tensor in made.engine.live().values()}
 
-            def broken(self: torch.Tensor, *args: Any, count: int = count, ours: set[int] = ours) -> torch.Tensor:
+            def broken(plain: Any, place: torch.Tensor, *args: Any, count: int = count, ours: set[int] = ours) -> Any:
                 nonlocal calls
-                calls += self.data_ptr() in ours
+                calls += place.data_ptr() in ours
                 if calls > count:
                     raise RuntimeError("planted")
-                return plain_copy(self, *args)
+                return plain(place, *args)
 
             with monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "copy_", broken)
+                patch.setattr(torch.Tensor, "copy_", lambda *args: broken(plain_copy, *args))
+                patch.setattr(weightsync.coalescer, "copy_and_digest", lambda *args: broken(copy_and_digest, *args))
                 with pytest.raises(EnginePoisonedError, match="planted"):
                     made.session.update()
             assert made.sync.receivers[0][0].poisoned

@@ -180,8 +180,8 @@ def test_a_parameter_that_moves_after_the_plan_ends_the_update_before_anything_c
         before = made.engine.snapshot()
         plain_plan = DirectApply.plan
 
-        def move(self: DirectApply, *, sets: bool) -> Way:
-            found = plain_plan(self, sets=sets)
+        def move(self: DirectApply, *, sets: bool, staged: bool) -> Way:
+            found = plain_plan(self, sets=sets, staged=staged)
             made.engine.model.odd.weight.data = made.engine.model.odd.weight.data.clone()
             return found
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
-import itertools
 import os
 import pickle
 import sys
 import threading
+import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from weightsync import messages as m
+from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.engines.torch_module import TorchModuleAdapter
 from weightsync.errors import EnginePoisonedError, EngineStateError, ErrorInfo, WeightSyncError
@@ -67,17 +69,21 @@ def party(side: ModuleSide, watch: Callable[[m.Request, str], None] = lambda req
 
 @pytest.fixture
 def fails_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Each number that a test appends makes one apply of a module fail after so many groups."""
-    plain, planted = TorchModuleAdapter.apply, list[int]()
+    """Each number that a test appends makes one apply fail after so many module groups."""
+    plain, planted = Coalescer.groups, list[int]()
 
-    def apply(self: TorchModuleAdapter, groups: Iterable[Any]) -> int:
-        return plain(self, broken(groups, planted.pop()) if planted else groups)
+    def groups(self: Coalescer, **options: Any) -> Iterator[Any]:
+        return broken(self, plain(self, **options), planted.pop()) if planted else plain(self, **options)
 
-    def broken(groups: Iterable[Any], count: int) -> Iterator[Any]:
-        yield from itertools.islice(groups, count)
+    def broken(of: Coalescer, groups: Iterator[Any], count: int) -> Iterator[Any]:
+        while of.num_handed_out < count:  # those that are written in place are not given out
+            of._raise_if_failed()
+            if of._ready:
+                yield next(groups)
+            time.sleep(0.001)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(TorchModuleAdapter, "apply", apply)
+    monkeypatch.setattr(Coalescer, "groups", groups)
     return planted
 
 
@@ -574,8 +580,18 @@ def test_an_engine_whose_requests_do_not_end_in_time_goes_on_with_them(actor: As
 
 
 def test_an_update_given_up_while_an_engine_pauses_never_reaches_its_workers(
-    actor: AsyncActor, fails_after: list[int]
+    actor: AsyncActor, fails_after: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def serve(self: LocalFleet, party: str, handler: Handler, inbox: Any) -> None:
+        """As calls reach an async actor: while others are open."""
+        while (item := inbox.get()) is not None:
+            threading.Thread(target=answer, args=(self, party, handler, *item), daemon=True).start()
+
+    def answer(self: LocalFleet, party: str, handler: Handler, number: int, payload: bytes) -> None:
+        with contextlib.suppress(KeyError):  # of a call that another took the place of
+            self._answers.put((party, number, handler(payload)))
+
+    monkeypatch.setattr(LocalFleet, "_serve", serve)
     actor.engine.busy_s = 0.5
     other = make_module(3)
     session = connect(make_module(1), actor, party(ModuleSide(other, lambda: other)), apply="streaming")

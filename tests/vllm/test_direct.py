@@ -11,6 +11,7 @@ import torch
 
 import weightsync as ws
 import weightsync.placement
+from weightsync.digest import copy_and_digest
 from weightsync.qualify import NOT_SEEN
 from weightsync.report import RankRow
 from weightsync.sender import SenderRank
@@ -135,16 +136,20 @@ def test_a_failure_in_the_middle_of_the_copies_poisons_and_the_next_update_is_ex
     for i in (1, 0):
         dense_engine.weights = weights[i]
         session.update()
-    plain, calls = weightsync.placement.run_copies, iter(range(1000))
+    calls = iter(range(1000))
 
-    def broken(*args: Any, **kinds: Any) -> None:
-        if next(calls) == 20:
-            raise RuntimeError("planted")
-        plain(*args, **kinds)
+    def broken(plain: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if next(calls) == 20:
+                raise RuntimeError("planted")
+            return plain(*args)
+
+        return call
 
     dense_engine.weights = weights[1]
     with monkeypatch.context() as patch:
-        patch.setattr("weightsync.direct.run_copies", broken)
+        patch.setattr("weightsync.direct.run_copies", broken(weightsync.placement.run_copies))
+        patch.setattr("weightsync.coalescer.copy_and_digest", broken(copy_and_digest))  # what is written in place
         with pytest.raises(ws.EnginePoisonedError, match=r"engine 0 failed.*planted"):
             session.update()
     with pytest.raises(ws.EnginePoisonedError, match="may hold mixed weights"):
