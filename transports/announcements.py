@@ -140,11 +140,7 @@ class Incoming:
             TransportError: it is not possible.
         """
         found = self._read(arriving)
-        if (
-            not isinstance(found, BucketPlan)
-            or len(found.nbytes) != len(found.buckets)
-            or not all(0 < nbytes <= self._largest_bytes for nbytes in found.nbytes)
-        ):
+        if not isinstance(found, BucketPlan) or not found.is_possible(self._largest_bytes):
             raise TransportError(f"{self._group.who}: the plan of its buckets is not possible")
         return found
 

@@ -29,7 +29,7 @@ from weightsync.manifest import TensorMeta
 from weightsync.ranks import SENDER, group_rank
 from weightsync.transports.announcements import PLAN, Arriving, Header, Incoming, announce, give_up
 from weightsync.transports.backend import backend_of
-from weightsync.transports.bucketplan import BucketPlan, PlannedBuckets, can_plan, note
+from weightsync.transports.bucketplan import BucketPlan, PlannedBuckets, can_plan, planned_bytes
 from weightsync.transports.gloo_group import Address, Flight, GlooGroup, GlooPayload, node_host
 from weightsync.transports.nccl_group import NcclGroup
 
@@ -47,14 +47,17 @@ class BroadcastSender(SenderTransport):
         self._payloads: GlooPayload | NcclGroup | None = None
         self._total_bytes = 0
         self._planned: PlannedBuckets | None = None
+        self._plans = itertools.count(1)
+        self._told = (0, "")
+        """The plan that the receivers know: its number, and of which manifest."""
         self._is_begun = False
-        """Its digests have been started for the version that comes."""
+        """The plan is of the version that comes."""
         self._is_sent = True
         """No version is on its way."""
 
     def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
         context, backend = self.context, backend_of(self.context)
-        self._total_bytes = sum(aligned(meta.nbytes) for meta in metas)
+        self._total_bytes = planned_bytes(metas)
         self._group = GlooGroup(context, Address(context.host, 0, backend), SENDER)
         if backend == "nccl":
             self._payloads = NcclGroup(context, self._group)
@@ -77,36 +80,29 @@ class BroadcastSender(SenderTransport):
             self._payloads.connect(min(size, self._total_bytes))
 
     def begin(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
-        """Over NCCL: plan the buckets, and start to digest what is in them."""
+        """Over NCCL: plan the buckets."""
         self._is_begun = False
         payloads = self._payloads
-        if not isinstance(payloads, NcclGroup) or not can_plan(tensors, payloads.bucket(0).device):
+        if not isinstance(payloads, NcclGroup) or not tensors or not can_plan(tensors, payloads.bucket(0)):
             self._planned = None
             return
-        torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
         if self._planned is None or not self._planned.is_of(tensors):
             buckets = [payloads.bucket(i) for i in range(payloads.num_buckets)]
-            self._planned = PlannedBuckets(tensors, buckets, buckets[0].device)
-        if self.context.digest:
-            self._planned.start()
+            self._planned = PlannedBuckets(next(self._plans), tensors, buckets, digest=self.context.digest)
         self._is_begun = True
 
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         assert self._group is not None and self._payloads is not None, "send before open"
         group, payloads = self._group, self._payloads
+        planned, self._is_begun = self._planned if self._is_begun and transfer.held else None, False
         self._is_sent = False
         try:
-            if isinstance(payloads, NcclGroup):
-                torch.cuda.synchronize(payloads.device)  # what the trainer computed, on whichever stream
-            payloads.begin()
             note_transfer()
-            begun, self._is_begun = self._is_begun and transfer.held, False
-            if begun and isinstance(payloads, NcclGroup) and not payloads.in_turns:
-                assert self._planned is not None
-                for _ in tensors:  # it is to be asked for all
-                    pass
-                stats = self._send_planned(transfer, self._planned, group, payloads)
+            payloads.synchronize()  # what the trainer computed
+            if planned is not None and isinstance(payloads, NcclGroup):
+                stats = self._send_planned(transfer, planned, tensors, group, payloads)
             else:
+                payloads.begin(transfer.version)
                 stats = self._send(transfer, tensors, group, payloads)
         except Exception:
             payloads.stop()
@@ -115,23 +111,40 @@ class BroadcastSender(SenderTransport):
         return stats
 
     def _send_planned(
-        self, transfer: Transfer, planned: PlannedBuckets, group: GlooGroup, payloads: NcclGroup
+        self,
+        transfer: Transfer,
+        planned: PlannedBuckets,
+        tensors: Iterable[tuple[TensorMeta, torch.Tensor]],
+        group: GlooGroup,
+        payloads: NcclGroup,
     ) -> TransferStats:
-        """Say once what comes, then send it: an announcement takes as long as 200 MB between two GPUs."""
-        plan = planned.tell(transfer.version, transfer.manifest.digest, digest=self.context.digest)
-        said = announce(group, plan, PLAN, "the plan of its buckets")
-        in_flight = deque[Flight]()
-        for number in range(len(plan.buckets)):
-            if len(in_flight) == payloads.num_buckets:
-                payloads.wait(in_flight.popleft())
-            in_flight.append(
-                payloads.start(planned.fill(number), f"bucket {number} ({plan.buckets[number][0].name}, ...)")
-            )
+        """Buckets that need not be announced: that takes as long as 200 MB between two GPUs."""
+        known = list(
+            tensors
+        )  # other links may go in step, and receivers that have met launch kernels that wait for ours
+        planned.fill(0)  # while the receivers come
+        plan = planned.number, transfer.manifest.digest
+        payloads.begin(transfer.version, planned.number if plan == self._told else 0)
+        if payloads.in_turns:
+            return self._send(transfer, known, group, payloads)
+        if plan != self._told:
+            announce(group, planned.tell(transfer.manifest.digest), PLAN, "the plan of its buckets")()
+            self._told = plan
         content = ContentDigest()
-        note(plan, content)
-        said()
-        while in_flight:
-            payloads.wait(in_flight.popleft())
+        in_flight = deque[tuple[int, Flight]]()
+
+        def land(leave: int) -> None:
+            while len(in_flight) > leave:
+                number, flight = in_flight.popleft()
+                payloads.wait(flight)
+                planned.note(number, content)
+
+        for number in range(len(planned.payloads)):
+            land(payloads.num_buckets - 1)
+            if number:
+                planned.fill(number)
+            in_flight.append((number, payloads.start(planned.payloads[number], f"bucket {number}")))
+        land(0)
         announce(group, None, 0, "the end")()
         return TransferStats(content.nbytes, content.value)
 
@@ -234,6 +247,8 @@ class BroadcastReceiver(ReceiverTransport):
         super().__init__(context, receiver=receiver)
         self._group: GlooGroup | None = None
         self._payloads: GlooPayload | NcclGroup | None = None
+        self._plan: BucketPlan | None = None
+        """That the sender told last."""
         self._lent = False
         self._aborted = False
 
@@ -259,16 +274,19 @@ class BroadcastReceiver(ReceiverTransport):
         assert self._group is not None and self._payloads is not None, "receive before connect"
         group, payloads = self._group, self._payloads
         try:
-            payloads.begin()
+            version, plan = payloads.begin()
             if isinstance(payloads, NcclGroup) and payloads.in_turns:
                 yield from self._receive_in_turns(group, payloads)
             else:
-                yield from self._receive(group, payloads)
+                yield from self._receive(group, payloads, version, plan)
         except BaseException:  # GeneratorExit too: whoever read has failed, and the next bucket may be under way
             payloads.stop()
             raise
 
-    def _receive(self, group: GlooGroup, payloads: GlooPayload | NcclGroup) -> Iterator[WeightChunk]:
+    def _receive(
+        self, group: GlooGroup, payloads: GlooPayload | NcclGroup, version: int, known: int
+    ) -> Iterator[WeightChunk]:
+        """*known*: the number of the plan by which all comes; 0: it is announced."""
         places = itertools.cycle(range(payloads.num_buckets if payloads.ahead else 1))
         incoming = Incoming(group, payloads.largest_bytes)
         following = deque[Arriving]()
@@ -286,13 +304,16 @@ class BroadcastReceiver(ReceiverTransport):
                     following.append(start(arriving))
                 incoming.listen()
 
+        if known and isinstance(payloads, NcclGroup):
+            yield from self._receive_planned(incoming, self._known_plan(known), payloads, version)
         while True:
             if not following:
                 arriving = incoming.next()
                 if arriving is None:
                     return
                 if arriving.nbytes == PLAN and isinstance(payloads, NcclGroup):
-                    yield from self._receive_planned(incoming, incoming.plan(arriving), payloads)
+                    self._plan = incoming.plan(arriving)
+                    yield from self._receive_planned(incoming, self._plan, payloads, version)
                     continue
                 following.append(start(arriving))
             current = following.popleft()
@@ -304,23 +325,30 @@ class BroadcastReceiver(ReceiverTransport):
             yield chunk
             self._expect_released()
 
-    def _receive_planned(self, incoming: Incoming, plan: BucketPlan, payloads: NcclGroup) -> Iterator[WeightChunk]:
+    def _known_plan(self, number: int) -> BucketPlan:
+        if self._plan is None or self._plan.number != number:
+            raise TransportError(f"sender {self.context.sender} sends by a plan ({number}) that it has not told")
+        return self._plan
+
+    def _receive_planned(
+        self, incoming: Incoming, plan: BucketPlan, payloads: NcclGroup, version: int
+    ) -> Iterator[WeightChunk]:
         """Buckets that nobody announces: all but the reader's are under way."""
         in_flight = deque[tuple[Flight, torch.Tensor]]()
         numbers = iter(range(len(plan.buckets)))
 
-        def look_ahead(most: int) -> None:
-            while len(in_flight) < most and (number := next(numbers, None)) is not None:
+        def look_ahead() -> None:
+            while len(in_flight) < payloads.num_buckets and (number := next(numbers, None)) is not None:
                 payload = payloads.room(number % payloads.num_buckets, plan.nbytes[number])
                 in_flight.append((payloads.start(payload, f"bucket {number}"), payload))
 
-        look_ahead(payloads.num_buckets)
-        for pieces in plan.buckets:
+        look_ahead()
+        for number in range(len(plan.buckets)):
             flight, payload = in_flight.popleft()
             payloads.wait(flight, incoming.watch)
-            yield self._chunk(Header(plan.version, plan.manifest_digest, pieces), payload)
+            yield self._chunk(Header(version, plan.manifest_digest, plan.landed(number, payload)), payload)
             self._expect_released()
-            look_ahead(payloads.num_buckets)
+            look_ahead()
 
     def _receive_in_turns(self, group: GlooGroup, payloads: NcclGroup) -> Iterator[WeightChunk]:
         """No turn is held, and nothing received, while a chunk is read: its reader may wait for another link's."""

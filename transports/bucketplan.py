@@ -1,7 +1,7 @@
 """Buckets that are known before the first byte moves: where all tensors exist at once, on the GPU and as they travel.
 
-Told to the receivers in one message, so that a bucket need not be announced before it is sent; filled by launches that were
-compiled once, as long as the tensors lie where they do.
+Told to the receivers once, as long as the tensors lie where they do: then a bucket need not be announced before it is sent,
+and is filled by a launch that was compiled once. Its digests travel at its end, where the launch that fills it leaves them.
 """
 
 from __future__ import annotations
@@ -12,22 +12,44 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from weightsync.chunk import Piece, aligned, as_bytes
+from weightsync.chunk import ALIGNMENT_BYTES, Piece, aligned, as_bytes
 from weightsync.cuda.moves import Moves
 from weightsync.digest import ContentDigest
 from weightsync.manifest import TensorMeta
 
 Item = tuple[TensorMeta, torch.Tensor]
 
+DIGEST_BYTES = 8
+_LEAST_BYTES = 4 * ALIGNMENT_BYTES
+
 
 class BucketPlan(msgspec.Struct, tag=True, frozen=True):
     """To receivers: what comes, bucket by bucket."""
 
-    version: int
+    number: int
+    """By which the sender names it from then on."""
     manifest_digest: str
     buckets: tuple[tuple[Piece, ...], ...]
     nbytes: tuple[int, ...]
     """Of each bucket."""
+    digested: bool
+    """Each bucket ends with the digests of its pieces, `DIGEST_BYTES` each."""
+
+    def is_possible(self, largest_bytes: int) -> bool:
+        """Whether its buckets have room for what is said to be in them, and the receiver for each bucket."""
+        return len(self.nbytes) == len(self.buckets) and all(
+            0 < nbytes <= largest_bytes and DIGEST_BYTES * len(pieces) * self.digested <= nbytes
+            for pieces, nbytes in zip(self.buckets, self.nbytes, strict=True)
+        )
+
+    def landed(self, number: int, payload: torch.Tensor) -> tuple[Piece, ...]:
+        """The pieces of a bucket that is here, with the digests that came with it."""
+        pieces = self.buckets[number]
+        if not self.digested:
+            return pieces
+        end = payload[self.nbytes[number] - DIGEST_BYTES * len(pieces) : self.nbytes[number]]
+        digests = end.cpu().numpy().view("<u8").tolist()
+        return tuple(Piece(p.name, p.start, p.nbytes, p.offset, d) for p, d in zip(pieces, digests, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,80 +65,71 @@ class _Slice:
 class PlannedBuckets:
     """A sender's, for tensors that lie where they did when it was made. Keeps no reference to them."""
 
-    def __init__(self, tensors: Sequence[Item], buckets: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, number: int, tensors: Sequence[Item], buckets: Sequence[torch.Tensor], *, digest: bool) -> None:
         """*buckets* are used in turn."""
-        self._addresses = _addresses(tensors)
-        self._pieces: list[list[Piece]] = []
+        self.number, self._digest = number, digest
+        self._places = _places(tensors)
+        self._pieces: list[tuple[Piece, ...]] = []
         self._fills: list[Moves] = []
         self.payloads: list[torch.Tensor] = []
         """What is to be sent, in order."""
-        slices = _cut(tensors, buckets[0].numel())
-        for i, parts in enumerate(slices):
+        for i, parts in enumerate(_cut(tensors, buckets[0].numel())):
             bucket = buckets[i % len(buckets)]
-            last = parts[-1]
-            self.payloads.append(bucket[: max(min(aligned(last.offset + last.data.numel()), bucket.numel()), 1)])
-            self._pieces.append([Piece(part.name, part.start, part.data.numel(), part.offset) for part in parts])
+            end = aligned(parts[-1].offset + parts[-1].data.numel())
+            digests = bucket[end : end + DIGEST_BYTES * len(parts)]
+            self.payloads.append(bucket[: end + digests.numel() if digest else max(end, 1)])
+            self._pieces.append(tuple(Piece(part.name, part.start, part.data.numel(), part.offset) for part in parts))
             moves = [(part.data, bucket[part.offset : part.offset + part.data.numel()]) for part in parts]
-            self._fills.append(Moves(moves, device))
-        self._reads = Moves([(part.data, None) for parts in slices for part in parts], device)
+            # Beside the broadcast of the bucket before.
+            self._fills.append(Moves(moves, bucket.device, digests=digests.view(torch.int64), beside=True))
 
     def is_of(self, tensors: Sequence[Item]) -> bool:
         """Whether these tensors lie where it was made for."""
-        return self._addresses == _addresses(tensors)
+        return self._places == _places(tensors)
 
-    def start(self) -> None:
-        """Begin to digest all of it."""
-        self._reads.start(digest=True)
+    def fill(self, number: int) -> None:
+        """Begin to put the bytes, and their digests, into a bucket that is free, on this package's stream."""
+        self._fills[number].start(digest=self._digest)
 
-    def fill(self, number: int) -> torch.Tensor:
-        """Begin to put the bytes into a bucket that is free, on this package's stream; returns what is to be sent."""
-        self._fills[number].start(digest=False)
-        return self.payloads[number]
+    def tell(self, manifest_digest: str) -> BucketPlan:
+        nbytes = tuple(payload.numel() for payload in self.payloads)
+        return BucketPlan(self.number, manifest_digest, tuple(self._pieces), nbytes, self._digest)
 
-    def tell(self, version: int, manifest_digest: str, *, digest: bool) -> BucketPlan:
-        """With the digests, where `start` was called for this version."""
-        buckets = tuple(map(tuple, self._pieces))
-        if digest:
-            values = iter(self._reads.result().tolist())
-            buckets = tuple(
-                tuple(
-                    Piece(p.name, p.start, p.nbytes, p.offset, value) for p, value in zip(pieces, values, strict=False)
-                )
-                for pieces in self._pieces
-            )
-        return BucketPlan(version, manifest_digest, buckets, tuple(payload.numel() for payload in self.payloads))
+    def note(self, number: int, content: ContentDigest) -> None:
+        """Count what is in a filled bucket as sent."""
+        digests = self._fills[number].result().tolist()
+        for piece, digest in zip(self._pieces[number], digests, strict=True):
+            content.add(piece.name, piece.start, piece.nbytes, digest)
 
 
-def can_plan(tensors: Iterable[Item], device: torch.device) -> bool:
-    """Whether the tensors can be read as they lie, on *device*."""
-    return all(
-        tensor.dtype == meta.torch_dtype and tensor.device == device and tensor.is_contiguous()
+def can_plan(tensors: Iterable[Item], bucket: torch.Tensor) -> bool:
+    """Whether the tensors can be read as they lie, on the device of the buckets, and these have room for any."""
+    return bucket.numel() >= _LEAST_BYTES and all(
+        tensor.dtype == meta.torch_dtype and tensor.device == bucket.device and tensor.is_contiguous()
         for meta, tensor in tensors
     )
 
 
-def note(plan: BucketPlan, content: ContentDigest) -> None:
-    """Count what was planned as sent."""
-    for pieces in plan.buckets:
-        for piece in pieces:
-            content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
+def planned_bytes(metas: Iterable[TensorMeta]) -> int:
+    """What one bucket with all of them takes."""
+    return max(sum(aligned(meta.nbytes) + DIGEST_BYTES for meta in metas), _LEAST_BYTES)
 
 
 def _cut(tensors: Iterable[Item], bucket_bytes: int) -> list[list[_Slice]]:
-    """Each tensor whole where it fits into a bucket, else in runs, each of which fills one."""
+    """Each tensor whole where it fits into a bucket, else in runs; every bucket has room for its digests."""
     buckets: list[list[_Slice]] = [[]]
     end = 0
     for meta, tensor in tensors:
         data = as_bytes(tensor.detach())
-        if buckets[-1] and end + data.numel() > bucket_bytes and data.numel() <= bucket_bytes:
-            buckets.append([])
-            end = 0
         start = 0
         while True:
-            if end >= bucket_bytes:
+            left = data.numel() - start
+            room = _room(bucket_bytes, len(buckets[-1]) + 1) - end
+            if buckets[-1] and (room <= 0 or (room < left <= _room(bucket_bytes, 1) and not start)):
                 buckets.append([])
                 end = 0
-            stop = min(start + bucket_bytes - end, data.numel())
+                continue
+            stop = start + min(left, room)
             buckets[-1].append(_Slice(meta.name, data[start:stop], start, end))
             end = aligned(end + stop - start)
             start = stop
@@ -125,5 +138,10 @@ def _cut(tensors: Iterable[Item], bucket_bytes: int) -> list[list[_Slice]]:
     return [parts for parts in buckets if parts]
 
 
-def _addresses(tensors: Iterable[Item]) -> list[tuple[str, int, int]]:
-    return [(meta.name, tensor.data_ptr(), tensor.numel()) for meta, tensor in tensors]
+def _room(bucket_bytes: int, num_pieces: int) -> int:
+    """For the bytes of so many pieces."""
+    return (bucket_bytes - DIGEST_BYTES * num_pieces) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+def _places(tensors: Iterable[Item]) -> list[tuple[str, int, torch.dtype, int]]:
+    return [(meta.name, tensor.data_ptr(), tensor.dtype, tensor.numel()) for meta, tensor in tensors]

@@ -29,6 +29,7 @@ from weightsync.process import own_start_ticks, process_state
 from weightsync.ranks import SENDER, receiver_of
 
 _POLL_S = 0.0002
+_EAGER_POLL_S, _EAGER_S = 0.00002, 0.003  # most waits within a transfer are for what is nearly there
 _GATHER_POLL_S = 0.005
 _CLOSE_S = 1.0
 _GRACE_S = 0.5
@@ -197,12 +198,13 @@ class GlooGroup:
         Raises:
             TransportError: a peer died or left, or the link was aborted. UpdateTimeoutError: a peer is silent.
         """
-        deadline = time.monotonic() + self._timeout_s
+        began = time.monotonic()
         while not self.is_done(work, what):
             self.check()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > self._timeout_s:
                 raise self.late(what)
-            time.sleep(_POLL_S)
+            time.sleep(_EAGER_POLL_S if waited < _EAGER_S else _POLL_S)
 
     def late(self, what: str) -> UpdateTimeoutError:
         """The error for *what*, which has not ended within the bound."""
@@ -263,7 +265,10 @@ class GlooPayload:
         self.largest_bytes = largest_bytes
         self._buckets: list[torch.Tensor] = []
 
-    def begin(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def begin(self, version: int = 0, plan: int = 0) -> tuple[int, int]:
+        return version, plan
 
     def bucket(self, index: int) -> torch.Tensor:
         """One to send from; allocated when first asked for."""

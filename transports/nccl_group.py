@@ -125,15 +125,27 @@ class NcclGroup:
 
     # ---- a transfer ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for what this process computed, on whichever stream."""
+        torch.cuda.synchronize(self.device)
+
+    def begin(self, version: int = 0, plan: int = 0) -> tuple[int, int]:
         """Collective, at the start of each transfer: nobody sends before all have come.
+
+        Args:
+            version, plan: of the sender, for all to know: what comes, and by which plan that they were told before; 0: none.
+
+        Returns:
+            Both, as the sender said them.
 
         Raises:
             TransportError, UpdateTimeoutError: a member is gone, or silent.
         """
         links = [0] * self._gloo.size
         links[self._gloo.rank] = TURNS.num_links(str(self.device))
-        self.in_turns = max(self._gloo.sum(links, "the start of a transfer")) > 1
+        version, plan, *links = self._gloo.sum([version, plan, *links], "the start of a transfer")
+        self.in_turns = max(links) > 1
+        return version, plan
 
     @contextlib.contextmanager
     def turn(self, what: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from weightsync.background import Background
+from weightsync.cuda import moves
+from weightsync.digest import digest_bytes
 from weightsync.errors import TransportError, UpdateTimeoutError
 from weightsync.fanout import LockStep
 from weightsync.identity import nccl_version
@@ -23,9 +26,10 @@ from weightsync.plan import why_not_nccl
 from weightsync.testing import TransportSuite
 from weightsync.testing.link import Pairs, Tensors, TransportCase, items, model, receive_all, transfer
 from weightsync.testing.suite import at_most, raises
-from weightsync.transports import backend, nccl, nccl_group
+from weightsync.transports import announcements, backend, broadcast, nccl, nccl_group
 from weightsync.transports.backend import backend_of
 from weightsync.transports.broadcast import BroadcastReceiver, BroadcastSender
+from weightsync.transports.bucketplan import BucketPlan
 from weightsync.transports.turns import Turns
 
 # ---- what is the same on any machine ----------------------------------------------------------------------------
@@ -296,6 +300,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(nccl_group, name, fake)
     monkeypatch.setattr(backend, "nccl_version", lambda: "2.30.7")
     monkeypatch.setattr(backend, "cupy_version", lambda: "14.0.0")
+    monkeypatch.setattr(moves, "digest_words", digest_bytes)  # that of CPU memory, where receivers find the bytes
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return machine
@@ -324,8 +329,56 @@ class TestSuiteOnStandIns(OnStandIns, TransportSuite):
     num_tiny_tensors = 2_000
 
 
+@pytest.mark.usefixtures("stand_in")
+class TestSuiteOfHeldTensors(OnStandIns, TransportSuite):
+    """They lie where they did: what comes is told once, and buckets are not announced."""
+
+    held = True
+    num_tiny_tensors = 2_000
+
+    def hold(self, tensors: Tensors) -> Callable[[Tensors], Tensors]:
+        kept = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+
+        def change(values: Tensors) -> Tensors:
+            assert values.keys() <= kept.keys()
+            return {name: kept[name].copy_(value) for name, value in values.items()}
+
+        return change
+
+    def test_what_comes_is_told_once_while_the_tensors_lie_where_they_did(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told = []
+
+        def announce(group: Any, header: Any, nbytes: int, what: str) -> Any:
+            told.append(header)
+            return announcements.announce(group, header, nbytes, what)
+
+        monkeypatch.setattr(broadcast, "announce", announce)
+        with self.link(model(0)) as link:
+            for version in (1, 2, 3):
+                link.move(version, model(version))
+            first, end, *later = told
+            assert isinstance(first, BucketPlan)
+            assert first.number == 1
+            assert len(first.buckets) > 1
+            assert [end, *later] == [None, None, None]
+            link._hold = self.hold(model(0))
+            link.move(4, model(4))
+            assert isinstance(told[4], BucketPlan)
+            assert told[4].number == 2
+        with self.link(model(0)) as link:
+            link.move(1, model(1))
+            link.receivers[0]._plan = None  # type: ignore[attr-defined]
+            works = [self.start(partial(receive_all, receiver, transfer(2, model(2)))) for receiver in link.receivers]
+            link.send(transfer(2, model(2)), model(2))
+            with raises(TransportError, match="a plan .1. that it has not told"):
+                self.end(works[0])
+
+
 for _name in NEEDS_PROCESSES:
     setattr(TestSuiteOnStandIns, _name, None)
+    setattr(TestSuiteOfHeldTensors, _name, None)
 
 
 @pytest.mark.usefixtures("stand_in")

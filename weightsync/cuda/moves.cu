@@ -3,7 +3,7 @@
 // A row is a run of row-major bytes, read from `source` and, where `destination` is not null, written there; both may be
 // strided in up to four dimensions. Its digest is the sum, modulo 2^64, of mix(word, index) over its 64-bit little-endian
 // words, the last padded with zero bytes (weightsync.digest.digest_words is the same on the CPU). Words may be added in any
-// order, so rows are cut into tiles of TILE_WORDS, one for each block; tile_rows says which row a tile belongs to.
+// order, so rows are cut into tiles of TILE_WORDS, which the blocks share; tile_rows says which row a tile belongs to.
 
 typedef unsigned long long u64;
 typedef long long i64;
@@ -38,6 +38,7 @@ __device__ __forceinline__ void add(u64* out, u64 value) {
         for (int i = 1; i < THREADS / 32; ++i) value += parts[i];
         atomicAdd(out, value);
     }
+    __syncthreads();  // before the block's next tile
 }
 #endif
 
@@ -110,9 +111,9 @@ __device__ u64 move_units(const Row& row, i64 first_word, i64 last_word) {
 }
 
 template <bool DIGEST>
-__device__ __forceinline__ void move(const Row* rows, const int* tile_rows, u64* out) {
-    const Row& row = rows[tile_rows[blockIdx.x]];
-    const i64 first = ((i64)blockIdx.x - row.first_tile) * TILE_WORDS;
+__device__ __forceinline__ void move(const Row* rows, i64 row_index, i64 tile, u64* out) {
+    const Row& row = rows[row_index];
+    const i64 first = (tile - row.first_tile) * TILE_WORDS;
     const i64 words = (row.nbytes + 7) / 8;
     const i64 last = first + TILE_WORDS < words ? first + TILE_WORDS : words;
     u64 sum = 0;
@@ -140,10 +141,10 @@ __device__ __forceinline__ void move(const Row* rows, const int* tile_rows, u64*
     if (DIGEST && row.slot >= 0) add(out + row.slot, sum);
 }
 
-extern "C" __global__ void move_and_digest(const Row* rows, const int* tile_rows, u64* out) {
-    move<true>(rows, tile_rows, out);
+extern "C" __global__ void move_and_digest(const Row* rows, const int* tile_rows, i64 tiles, u64* out) {
+    for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) move<true>(rows, tile_rows[tile], tile, out);
 }
 
-extern "C" __global__ void move_only(const Row* rows, const int* tile_rows, u64* out) {
-    move<false>(rows, tile_rows, out);
+extern "C" __global__ void move_only(const Row* rows, const int* tile_rows, i64 tiles, u64* out) {
+    for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) move<false>(rows, tile_rows[tile], tile, out);
 }

@@ -35,10 +35,20 @@ class Moves:
     does not keep a trainer's weights alive.
     """
 
-    def __init__(self, moves: Sequence[Move], device: torch.device, *, digested: int | None = None) -> None:
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        device: torch.device,
+        *,
+        digested: int | None = None,
+        digests: torch.Tensor | None = None,
+        beside: bool = False,
+    ) -> None:
         """Args:
         device: on which the kernel runs. It must reach all the memory.
         digested: only the first so many moves are digested; None: all.
+        digests: int64 on the device, one a digested move: left there, too, for others to read.
+        beside: leave half of the GPU to what runs beside it.
         """
         self.count = len(moves) if digested is None else digested
         self.nbytes = sum(source.nbytes for source, _ in moves)
@@ -46,24 +56,32 @@ class Moves:
         self._moves: Sequence[Move] = ()
         self._done: Any = None
         self._found_on_cpu: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(0, dtype=np.uint64)
+        self._out = digests
         if device.type == "cpu":
             self._moves = moves
             return
         rows, self._late = _rows(moves, self.count)
         tiles = -(-rows[:, 2] // TILE_BYTES)
         rows[:, 4] = np.cumsum(tiles) - tiles
-        self._num_tiles = int(tiles.sum())
+        self._num_tiles = self._num_blocks = int(tiles.sum())
+        if beside:
+            # Blocks on every multiprocessor slow the kernels that they share it with, for as long as they run.
+            half = torch.cuda.get_device_properties(device).multi_processor_count // 2
+            self._num_blocks = min(self._num_tiles, max(half, 1))
         with torch.cuda.device(device):
             self._rows = torch.from_numpy(rows).to(device)
             self._tile_rows = torch.from_numpy(np.repeat(np.arange(len(rows), dtype=np.int32), tiles)).to(device)
-            self._out = torch.zeros(max(self.count, 1), dtype=torch.int64, device=device)
+            if digests is None:
+                self._out = torch.zeros(max(self.count, 1), dtype=torch.int64, device=device)
+                self._out.record_stream(stream_of(device))
+            assert self._out is not None
             self._found = torch.zeros(max(self.count, 1), dtype=torch.int64, pin_memory=True)
             self._done = torch.cuda.Event()
-            for table in (self._rows, self._tile_rows, self._out):
+            for table in (self._rows, self._tile_rows):
                 # Dropped while the kernel runs, they are not handed out before it ends.
                 table.record_stream(stream_of(device))
-            tables = (self._rows, self._tile_rows, self._out)
-            self._arguments = tuple(np.uint64(table.data_ptr()) for table in tables)
+            rows_at, tiles_at, out_at = (np.uint64(t.data_ptr()) for t in (self._rows, self._tile_rows, self._out))
+            self._arguments = (rows_at, tiles_at, np.int64(self._num_tiles), out_at)
 
     def start(self, *, digest: bool) -> None:
         """Launch on this package's stream of the device and return; what the current stream was given before comes first."""
@@ -76,13 +94,14 @@ class Moves:
         with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.no_grad():
             for source, destination in self._late:  # too many strides for a row; copied by torch, digested from there
                 destination.copy_(source)
+            assert self._out is not None
             if digest:
                 self._out.zero_()
             if self._num_tiles:
                 kernel = _kernels(self._device.index or 0)["move_and_digest" if digest else "move_only"]
-                kernel((self._num_tiles,), (_THREADS,), self._arguments, stream=_cupy_stream(stream))
+                kernel((self._num_blocks,), (_THREADS,), self._arguments, stream=_cupy_stream(stream))
             if digest:
-                self._found.copy_(self._out, non_blocking=True)
+                self._found[: self._out.numel()].copy_(self._out, non_blocking=True)
             self._done.record(stream)
 
     def result(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -106,6 +125,8 @@ class Moves:
                     destination.copy_(source)
                 if self._digest and i < self.count:
                     found[i] = digest_words(_flat_bytes(source))
+        if self._digest and self._out is not None:
+            self._out.copy_(torch.from_numpy(found.view(np.int64)))
         return found
 
 

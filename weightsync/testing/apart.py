@@ -239,8 +239,25 @@ def _send(ends: Ends, talk: _Talk, name: str, transfer: Transfer) -> TransferSta
             meta, form, data, device = value
             yield meta, _unpack_tensor(form, data).to(device)
 
-    stats: TransferStats = ends[name].send(transfer, tensors())
+    sender = ends[name]
+    if not transfer.held:
+        stats: TransferStats = sender.send(transfer, tensors())
+        return stats
+    kept = [(meta, _keep(name, meta.name, tensor)) for meta, tensor in tensors()]
+    sender.begin(kept)
+    stats = sender.send(transfer, iter(kept))
     return stats
+
+
+def _keep(end: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, where that of its name lies since the first transfer of that end."""
+    kept = _kept.setdefault((end, name), tensor)
+    if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+        kept = _kept[end, name] = tensor
+    return kept if kept is tensor else kept.copy_(tensor)
+
+
+_kept: dict[tuple[str, str], torch.Tensor] = {}
 
 
 def _receive(ends: Ends, talk: _Talk, name: str, transfer: Transfer) -> None:

@@ -150,7 +150,14 @@ class Link:
         return self.send_pairs(replace(of, held=self._case.held), items(self._hold(tensors), of.manifest))
 
     def send_pairs(self, of: Transfer, pairs: Pairs) -> Background[TransferStats]:
-        self._sending.append(self._case.start(lambda: self.sender.send(of, pairs)))
+        def work() -> TransferStats:
+            if not of.held:
+                return self.sender.send(of, pairs)
+            known = list(pairs)
+            self.sender.begin(known)
+            return self.sender.send(of, iter(known))
+
+        self._sending.append(self._case.start(work))
         return self._sending[-1]
 
     def send_without_end(self, tensors: Tensors) -> Background[TransferStats]:
