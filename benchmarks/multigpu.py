@@ -1,6 +1,6 @@
 """Weight updates between GPUs of one host, trainer ranks and engine ranks on different ones: links, sessions, slices.
 
-    python -m benchmarks.multigpu [--gpus N] [--size 8b] [--rounds 5] [--only link nccl ...] [--out FILE]
+    python -m benchmarks.multigpu [--gpus N] [--engines M] [--size 8b] [--rounds 5] [--only link nccl ...] [--out FILE]
     python -m benchmarks.multigpu --cpu --gpus 3 --size tiny      # the script itself, without a GPU
 
     link        one `copy_` of one tensor, from each GPU to each other
@@ -10,7 +10,8 @@
     roots       the same from two trainers that hold the model each, on GPUs 0 and 1, and send half each, to the others
     slices      FSDP2 over two GPUs into tensor-parallel engines on two others, or the same two (`benchmarks.sharded`)
 
-Real vLLM engines over several GPUs: `python -m benchmarks.vllm_gpu --tensor-parallel-size 2`. Every value changes before each
+Where there are more engines than GPUs without a trainer they share them, which NCCL takes from 2.30 on, with
+NCCL_MULTI_RANK_GPU_ENABLE=1. Real vLLM engines over several GPUs: `python -m benchmarks.vllm_gpu --tensor-parallel-size 2`. Every value changes before each
 update, and after it digests of all tensors are compared.
 """
 
@@ -37,7 +38,7 @@ from benchmarks.gpu_party import SIZES, Party, layout
 
 SECTIONS = ("link", "nccl", "sessions", "roots", "slices")
 LINK_BYTES = (64 << 20, 1 << 30, 4 << 30)
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = (512 << 20, 1 << 30)
 TIMEOUT_S = 120.0
 WARM_UP = 1
 
@@ -110,12 +111,13 @@ def session(size: str, trainers: Sequence[str], engines: Sequence[str], rounds: 
     }
 
 
-def sessions(size: str, gpus: int, rounds: int, roots: int, *, cpu: bool) -> Iterator[Row]:
+def sessions(size: str, gpus: int, rounds: int, roots: int, most: int, *, cpu: bool) -> Iterator[Row]:
     place = sharded.Layout(gpus=0 if cpu else gpus)
     trainers = [place.device(i) for i in range(roots)]
+    free = [place.device(i) for i in range(roots, gpus)] or [place.device(gpus - 1)]
     direct = "shared_memory" if cpu else "cuda_ipc"
-    for count in range(1, gpus - roots + 1):
-        engines = [place.device(roots + i) for i in range(count)]
+    for count in range(1, most + 1):
+        engines = [free[i % len(free)] for i in range(count)]
         for transport in ("auto", "broadcast", direct):
             for digest in (True, False):
                 config = {"transport": transport, "digest": digest, "apply": "streaming"}
@@ -178,6 +180,7 @@ def table(found: dict[str, list[Row]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--engines", type=int, default=0, help="up to so many; 0: one on each GPU without a trainer")
     parser.add_argument("--cpu", action="store_true", help="all ranks on the CPU")
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--slices-mb", type=int, default=4000)
@@ -194,14 +197,14 @@ def main() -> None:
         found["link"] = copies(asked.gpus, asked.rounds)
     if "nccl" in asked.only and not asked.cpu:
         found["nccl"] = [
-            row
-            for ranks in range(2, asked.gpus + 1)
-            for row in nccl.measure(ranks, nbytes, [BUCKET_BYTES], spread=True)
+            row for ranks in range(2, asked.gpus + 1) for row in nccl.measure(ranks, nbytes, BUCKET_BYTES, spread=True)
         ]
     if "sessions" in asked.only:
-        found["sessions"] = list(sessions(asked.size, asked.gpus, asked.rounds, 1, cpu=asked.cpu))
+        most = asked.engines or asked.gpus - 1
+        found["sessions"] = list(sessions(asked.size, asked.gpus, asked.rounds, 1, most, cpu=asked.cpu))
     if "roots" in asked.only:
-        found["roots"] = list(sessions(asked.size, asked.gpus, asked.rounds, 2, cpu=asked.cpu))
+        most = max(asked.gpus - 2, 1)
+        found["roots"] = list(sessions(asked.size, asked.gpus, asked.rounds, 2, most, cpu=asked.cpu))
     if "slices" in asked.only:
         found["slices"] = list(slices(asked.gpus, asked.slices_mb, asked.rounds, cpu=asked.cpu))
     gpu = None if asked.cpu else torch.cuda.get_device_name(0)

@@ -24,13 +24,13 @@ from rich.table import Table
 from benchmarks.common import start_ray, write_record
 
 ROUNDS = 5
-TLS = {
-    "nixl, UCX's own choice": None,
-    "nixl, cuda_ipc and cuda_copy named": "cuda_ipc,cuda_copy,sm,self,tcp",
-    "nixl, without tcp": "cuda_ipc,cuda_copy,sm,self",
-    "nixl, cuda_ipc alone": "cuda_ipc,sm,self",
+CASES: dict[str, dict[str, str]] = {
+    "nixl, UCX's own choice": {},
+    "nixl, cuda_ipc and cuda_copy named": {"UCX_TLS": "cuda_ipc,cuda_copy,sm,self,tcp"},
+    "nixl, reads over cuda_ipc asked for": {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"},
+    "nixl, without tcp": {"UCX_TLS": "cuda_ipc,cuda_copy,sm,self"},
 }
-"""Case -> UCX_TLS."""
+"""Case -> environment of UCX."""
 LIMIT_S = 60.0
 
 
@@ -111,8 +111,7 @@ def by_nixl(holder: Any, reader: Any, *, host: bool) -> list[float]:
 
 
 def measure(case: str, nbytes: int, device: str) -> dict[str, Any]:
-    tls = TLS.get(case)
-    environment = {"UCX_PROTO_INFO": "y"} | ({"UCX_TLS": tls} if tls else {})
+    environment = CASES.get(case, {})
     holder, reader = actors(nbytes, device, environment)
     try:
         if case == "cuda_ipc":
@@ -126,7 +125,13 @@ def measure(case: str, nbytes: int, device: str) -> dict[str, Any]:
         for actor in (holder, reader):
             ray.kill(actor)
     median = statistics.median(seconds)
-    return {"case": case, "seconds": seconds, "gb_per_s": nbytes / median / 1e9, "exact": right, "ucx_tls": tls}
+    return {
+        "case": case,
+        "seconds": seconds,
+        "gb_per_s": nbytes / median / 1e9,
+        "exact": right,
+        "environment": environment,
+    }
 
 
 def main() -> None:
@@ -140,7 +145,7 @@ def main() -> None:
     cases = ["cuda_ipc"] if asked.device == "cuda" else []
     table = Table("", "GB/s", "median ms", "exact")
     rows = []
-    for case in [*cases, *TLS, "nixl, through host memory"]:
+    for case in [*cases, *CASES, "nixl, through host memory"]:
         row = measure(case, nbytes, asked.device)
         rows.append(row)
         if "error" in row:

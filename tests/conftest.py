@@ -169,16 +169,16 @@ class Reference:
         self._known: dict[Path, Any] = {}
         self._engines: list[Any] = []
 
-    def start(self, folder: Path) -> Any:
+    def start(self, folder: Path, **arguments: Any) -> Any:
         """A new engine, whose outputs are noted while it is fresh."""
-        llm = self._start_llm(folder)
+        llm = self._start_llm(folder, **arguments)
         self._engines.append(llm)
         self._known[folder] = self._outputs(llm)
         return llm
 
-    def __call__(self, folder: Path) -> Any:
+    def __call__(self, folder: Path, **arguments: Any) -> Any:
         if folder not in self._known:
-            self.start(folder)
+            self.start(folder, **arguments)
         return self._known[folder]
 
 
