@@ -460,8 +460,8 @@ def test_a_budget_smaller_than_the_model_streams_within_it(transport: str) -> No
     assert weights(engine) == weights(casting.float()) == weights(trainer)
     assert report.apply == "streaming"
     peaks = [row.peak_staging_bytes for row in report.ranks if row.rank.startswith("engine")]
-    assert peaks[0] == 0, "bytes are written in place"
-    assert 0 < peaks[1] <= limit
+    assert max(peaks) <= limit
+    assert peaks[1] > 0, "what is cast has to be whole first"
 
 
 def test_a_staged_update_that_does_not_fit_is_refused_before_anything_moves() -> None:

@@ -81,12 +81,13 @@ class BroadcastSender(SenderTransport):
 
     def begin(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
         """Over NCCL: plan the buckets."""
+        payloads, planned = self._payloads, self._planned
         self._is_begun = False
-        payloads = self._payloads
-        if not isinstance(payloads, NcclGroup) or not tensors or not can_plan(tensors, payloads.bucket(0)):
-            self._planned = None
+        if not isinstance(payloads, NcclGroup) or not tensors:
             return
-        if self._planned is None or not self._planned.is_of(tensors):
+        if planned is None or not planned.is_of(tensors):
+            if not can_plan(tensors, payloads.bucket(0)):
+                return
             buckets = [payloads.bucket(i) for i in range(payloads.num_buckets)]
             self._planned = PlannedBuckets(next(self._plans), tensors, buckets, digest=self.context.digest)
         self._is_begun = True
@@ -119,12 +120,10 @@ class BroadcastSender(SenderTransport):
         payloads: NcclGroup,
     ) -> TransferStats:
         """Buckets that need not be announced: that takes as long as 200 MB between two GPUs."""
-        known = list(
-            tensors
-        )  # other links may go in step, and receivers that have met launch kernels that wait for ours
-        planned.fill(0)  # while the receivers come
+        # Other links may go in step, and receivers that have met launch kernels which wait for this rank's.
+        known = list(tensors)
         plan = planned.number, transfer.manifest.digest
-        payloads.begin(transfer.version, planned.number if plan == self._told else 0)
+        payloads.begin(transfer.version, planned.number if plan == self._told else 0, lambda: planned.fill(0))
         if payloads.in_turns:
             return self._send(transfer, known, group, payloads)
         if plan != self._told:

@@ -159,15 +159,19 @@ class GlooGroup:
         """From this rank: begin to broadcast *tensor*, for which nobody here will wait."""
         self._last = tensor, self.start(tensor, root=self.rank)
 
-    def sum(self, values: Sequence[int], what: str) -> list[int]:
-        """Collective: the ranks' *values*, added one by one; a meeting of all of them.
+    def sum(self, values: Sequence[int], what: str, meanwhile: Callable[[], None] | None = None) -> list[int]:
+        """Collective: the ranks' *values*, added one by one; a meeting of all of them. *meanwhile* is called once, before
+        this rank waits.
 
         Raises:
             TransportError, UpdateTimeoutError: as `wait`.
         """
         self.check()
         tensor = torch.tensor(values, dtype=torch.int64)
-        self.wait(self._of_group().allreduce([tensor], dist.AllreduceOptions()), what)
+        work = self._of_group().allreduce([tensor], dist.AllreduceOptions())
+        if meanwhile is not None:
+            meanwhile()
+        self.wait(work, what)
         return [int(value) for value in tensor]
 
     def _of_group(self) -> Any:
@@ -267,7 +271,8 @@ class GlooPayload:
 
     def synchronize(self) -> None: ...
 
-    def begin(self, version: int = 0, plan: int = 0) -> tuple[int, int]:
+    def begin(self, version: int = 0, plan: int = 0, meanwhile: Callable[[], None] | None = None) -> tuple[int, int]:
+        """Nobody has to meet."""
         return version, plan
 
     def bucket(self, index: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ from weightsync.transports.nccl import UNIQUE_ID_BYTES, Communicator, new_unique
 from weightsync.transports.turns import TURNS
 
 _POLL_S = 0.00005
+_SPIN_S = 0.0001  # NCCL takes so long to give a stream what it was called for
 _LOOK_S = 0.25
 _FINALIZE_S = 1.0
 _CLOSE_S = 3.0
@@ -129,11 +130,12 @@ class NcclGroup:
         """Wait for what this process computed, on whichever stream."""
         torch.cuda.synchronize(self.device)
 
-    def begin(self, version: int = 0, plan: int = 0) -> tuple[int, int]:
+    def begin(self, version: int = 0, plan: int = 0, meanwhile: Callable[[], None] | None = None) -> tuple[int, int]:
         """Collective, at the start of each transfer: nobody sends before all have come.
 
         Args:
             version, plan: of the sender, for all to know: what comes, and by which plan that they were told before; 0: none.
+            meanwhile: called once, while the others come.
 
         Returns:
             Both, as the sender said them.
@@ -143,7 +145,7 @@ class NcclGroup:
         """
         links = [0] * self._gloo.size
         links[self._gloo.rank] = TURNS.num_links(str(self.device))
-        version, plan, *links = self._gloo.sum([version, plan, *links], "the start of a transfer")
+        version, plan, *links = self._gloo.sum([version, plan, *links], "the start of a transfer", meanwhile)
         self.in_turns = max(links) > 1
         return version, plan
 
@@ -203,7 +205,7 @@ class NcclGroup:
         self._poll(lambda: self._of_live().is_ready(), what)
 
     def _poll(self, is_done: Callable[[], bool], what: str, meanwhile: Callable[[], None] | None = None) -> None:
-        looked = time.monotonic()
+        looked = began = time.monotonic()
         deadline = looked + self._timeout_s
         with self._ends_on_error():
             while not is_done():
@@ -217,7 +219,8 @@ class NcclGroup:
                     looked = now
                     if lost := self._gloo.missed():
                         raise TransportError(f"{self._gloo.who} is broken at {what}; {lost}")
-                time.sleep(_POLL_S)
+                if now > began + _SPIN_S:
+                    time.sleep(_POLL_S)
 
     def _of_live(self) -> Communicator:
         comm = self._comm

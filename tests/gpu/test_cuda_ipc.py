@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weightsync as ws
+from weightsync.cuda.moves import Moves
 from weightsync.errors import DigestError, TransportError
 from weightsync.testing import LocalSync, TransportSuite, module_engine
 from weightsync.testing.link import BUCKET_BYTES, Tensors
@@ -19,6 +20,13 @@ from weightsync.testing.transport_bytes import MovesExactBytes
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 ON_GPU: dict[str, Any] = {"device": "cuda:0"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """The kernel: on a machine that has not done so yet, compiling it takes longer than some tests' bounds."""
+    source = torch.zeros(64, device="cuda")
+    Moves([(source, torch.empty_like(source))], source.device).run(digest=True)
 
 
 class TestStage(TransportSuite):

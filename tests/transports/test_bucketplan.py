@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 from weightsync.chunk import ALIGNMENT_BYTES, as_bytes
 from weightsync.digest import ContentDigest, digest_words
 from weightsync.manifest import TensorMeta
-from weightsync.transports.bucketplan import BucketPlan, Item, PlannedBuckets, can_plan, planned_bytes
+from weightsync.transports import bucketplan
+from weightsync.transports.bucketplan import (
+    _SMALL_BYTES,
+    BucketPlan,
+    Item,
+    PlannedBuckets,
+    _sizes,
+    can_plan,
+    planned_bytes,
+)
 
 
 def tensors_of(sizes: Sequence[int]) -> list[Item]:
@@ -31,9 +41,17 @@ def planned(items: Sequence[Item], bucket_bytes: int, num_buckets: int = 3, *, d
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=30),
     bucket_bytes=st.integers(256, 4096),
     digest=st.booleans(),
+    small=st.sampled_from([256, 1024, _SMALL_BYTES]),
 )
-def test_every_byte_is_in_one_bucket_with_its_digest(sizes: list[int], bucket_bytes: int, digest: bool) -> None:
-    items = tensors_of(sizes)
+def test_every_byte_is_in_one_bucket_with_its_digest(
+    sizes: list[int], bucket_bytes: int, digest: bool, small: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucketplan, "_SMALL_BYTES", small)
+        check(tensors_of(sizes), bucket_bytes, digest)
+
+
+def check(items: Sequence[Item], bucket_bytes: int, digest: bool) -> None:
     assert can_plan(items, torch.empty(bucket_bytes, dtype=torch.uint8))
     subject = planned(items, bucket_bytes, digest=digest)
     plan = subject.tell("a manifest")
@@ -68,9 +86,22 @@ def test_one_bucket_of_planned_bytes_has_room_for_all(sizes: list[int]) -> None:
     assert len(planned(items, planned_bytes(meta for meta, _ in items)).payloads) == 1
 
 
-def test_a_tensor_that_fits_into_a_bucket_is_not_cut() -> None:
-    plan = planned(tensors_of([600, 600, 5000]), 1024).tell("")
-    assert [[(p.name, p.start) for p in pieces] for pieces in plan.buckets[:2]] == [[("t0", 0)], [("t1", 0), ("t2", 0)]]
+@settings(max_examples=100, deadline=None)
+@given(many=st.floats(0, 500), largest=st.integers(256, 1 << 31))
+def test_the_first_and_the_last_of_many_buckets_are_small(many: float, largest: int) -> None:
+    sizes = []
+    left = total = int(many * largest)
+    for size in _sizes(total, largest):
+        sizes.append(size)
+        left -= size
+        if left <= 0:
+            break
+    assert all(min(_SMALL_BYTES, largest) <= size <= largest for size in sizes)
+    assert len(sizes) <= total // largest + 30
+    if total > 4 * largest and largest > 16 * _SMALL_BYTES:
+        assert sizes[0] <= largest // 8
+        assert sizes[-1] <= largest // 8
+        assert all(size <= 3 * before for before, size in pairwise(sizes))
 
 
 def test_a_plan_is_of_the_places_that_it_was_made_for() -> None:
