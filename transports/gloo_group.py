@@ -271,9 +271,9 @@ class GlooPayload:
 
     def synchronize(self) -> None: ...
 
-    def begin(self, version: int = 0, plan: int = 0, meanwhile: Callable[[], None] | None = None) -> tuple[int, int]:
-        """Nobody has to meet."""
-        return version, plan
+    def begin(self, version: int = 0) -> tuple[int, int]:
+        """As `NcclGroup.begin`, but nobody has to meet, and nothing is planned."""
+        return version, 0
 
     def bucket(self, index: int) -> torch.Tensor:
         """One to send from; allocated when first asked for."""

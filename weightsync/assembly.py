@@ -114,14 +114,13 @@ class GroupAssembly(Arrival):
         group.pending -= 1
         if group.pending > 0:
             return
+        self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
         if group.in_place == len(group.tensors):
             group.handed_out = True
             self._handed_out += 1
-            self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0  # reserved in vain
-            self._give_back(group)
-        else:
-            self._ready.append(group)
-            self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
+            self._give_back(group)  # room that was reserved in vain
+            return
+        self._ready.append(group)
         self._changed.notify_all()
 
     def _place_of(self, meta: TensorMeta, group: OpenGroup) -> torch.Tensor:

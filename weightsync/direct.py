@@ -14,11 +14,10 @@ from enum import StrEnum
 
 import torch
 
-from weightsync.chunk import as_bytes
 from weightsync.coalescer import Coalescer
 from weightsync.errors import EnginePoisonedError, EngineStateError
 from weightsync.interfaces import DirectAdapter, EngineAdapter
-from weightsync.landing import Landing, landings
+from weightsync.landing import Landing, landings, views
 from weightsync.loadmap import Copy, LoadMap
 from weightsync.manifest import Manifest
 from weightsync.placement import GroupCopies, Live, Place, SetCopies, compile_set, digests_of, run_copies
@@ -152,12 +151,13 @@ class DirectApply:
                 return Way.OBSERVE
         if len(self.reasons) == len(self._load_map.groups):
             return Way.RELOAD
-        piecewise = Way.GROUPS if staged else Way.IN_PLACE
         if self._direct.laid_out_as_loaded and not sets:
-            return Way.RELOAD if staged else piecewise
+            return Way.RELOAD if staged else Way.IN_PLACE
         if self._mode == "audit" and self._since_audit >= self._audit_every:
             return Way.AUDIT
-        return Way.SETS if sets else piecewise
+        if sets:
+            return Way.SETS
+        return Way.GROUPS if staged else Way.IN_PLACE
 
     def apply(self, way: Way, coalescer: Coalescer, *, verify: bool) -> int:
         """Load everything in the *way* that was planned; returns how often the engine's loader ran.
@@ -192,7 +192,7 @@ class DirectApply:
             way = Way.SETS if self._sets else Way.GROUPS  # what was to be watched has been left out
         self.reloaded = reasons
         if way is Way.IN_PLACE:
-            coalescer.land(self._places(live, coalescer.manifest, reasons, come))
+            coalescer.land(views(self._landings_of(come.keys() - reasons.keys(), live, coalescer.manifest), live))
         match way:
             case Way.AUDIT:
                 return self._audit(self._direct, live, coalescer)
@@ -283,21 +283,11 @@ class DirectApply:
                 left = (c for c in copies if not coalescer.has_landed(self._aliases.get(c.name, c.name)))
                 run_copies(left, dict(pairs), live)
 
-    def _places(
-        self, live: Live, manifest: Manifest, reasons: Container[str], come: Iterable[str]
-    ) -> dict[str, torch.Tensor]:
-        """By canonical name: where what comes may be written as it arrives."""
-        found: dict[str, torch.Tensor] = {}
-        whole: dict[Place, torch.Tensor] = {}
-        for key in come:
-            if key not in reasons:
-                if key not in self._landings:
-                    self._landings[key] = landings(self._groups[key], live, manifest)
-                for name, landing in self._landings[key].items():
-                    if landing.place not in whole:
-                        whole[landing.place] = as_bytes(live[landing.place].detach())
-                    found[name] = whole[landing.place][landing.start : landing.start + landing.nbytes]
-        return found
+    def _landings_of(self, keys: Iterable[str], live: Live, manifest: Manifest) -> Iterator[dict[str, Landing]]:
+        for key in keys:
+            if key not in self._landings:
+                self._landings[key] = landings(self._groups[key], live, manifest)
+            yield self._landings[key]
 
     def _copy_sets(self, live: Live, coalescer: Coalescer, *, verify: bool) -> Iterator[Pairs]:
         """Copy everything at once; yields the groups that did not qualify."""

@@ -6,10 +6,12 @@ or strided on its way is staged, and copied when its group is whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from weightsync.chunk import as_bytes
 from weightsync.loadmap import Copy
 from weightsync.manifest import Manifest, TensorMeta
 from weightsync.placement import GroupCopies, Live, Place, live_view, source_view
@@ -35,15 +37,28 @@ def landings(group: GroupCopies, live: Live, manifest: Manifest) -> dict[str, La
         name = manifest.aliases.get(copy.name, copy.name)
         if copy.source is None or copy.destination is None:
             return {}
-        target = live_view(copy, live)
-        if not _is_of_bytes(copy, manifest.by_name[name], live[copy.module, copy.parameter], target):
+        place = copy.module, copy.parameter
+        target, whole = live_view(copy, live), live[place]
+        if not _is_of_bytes(copy, manifest.by_name[name], whole, target):
             return {}
         if addresses.setdefault(name, target.data_ptr()) != target.data_ptr():
             return {}
-        start = target.data_ptr() - live[copy.module, copy.parameter].data_ptr() if target.numel() else 0
-        found.setdefault(name, Landing((copy.module, copy.parameter), start, target.nbytes))
+        start = target.data_ptr() - whole.data_ptr() if target.numel() else 0
+        found.setdefault(name, Landing(place, start, target.nbytes))
     wanted = {manifest.aliases.get(name, name) for name in group.group.names}
     return found if found.keys() == wanted else {}
+
+
+def views(groups: Iterable[Mapping[str, Landing]], live: Live) -> dict[str, torch.Tensor]:
+    """By canonical name: the bytes where it lands, 1-D uint8."""
+    found: dict[str, torch.Tensor] = {}
+    wholes: dict[Place, torch.Tensor] = {}  # many tensors land in one: of experts, thousands
+    for group in groups:
+        for name, landing in group.items():
+            if landing.place not in wholes:
+                wholes[landing.place] = as_bytes(live[landing.place].detach())
+            found[name] = wholes[landing.place][landing.start : landing.start + landing.nbytes]
+    return found
 
 
 def _is_of_bytes(copy: Copy, meta: TensorMeta, live: torch.Tensor, target: torch.Tensor) -> bool:
