@@ -11,8 +11,8 @@
     slices      FSDP2 over two GPUs into tensor-parallel engines on two others, or the same two (`benchmarks.sharded`)
 
 Where there are more engines than GPUs without a trainer they share them, which NCCL takes from 2.30 on, with
-NCCL_MULTI_RANK_GPU_ENABLE=1. Real vLLM engines over several GPUs: `python -m benchmarks.vllm_gpu --tensor-parallel-size 2`. Every value changes before each
-update, and after it digests of all tensors are compared.
+NCCL_MULTI_RANK_GPU_ENABLE=1. Real vLLM engines over several GPUs: `python -m benchmarks.vllm_gpu --tensor-parallel-size 2`.
+Every value changes before each update, and after it digests of all tensors are compared.
 """
 
 from __future__ import annotations
