@@ -1,25 +1,29 @@
 """The trainer: a small, honest GRPO-style policy gradient in plain PyTorch.
 
 Once:      fp32 master weights, AdamW's state, and the bf16 module
-Per step:  bf16 forward and backward on the sampled answers -> fp32 gradients
+Per step:  forward and backward on the sampled answers -> fp32 gradients
            -> AdamW moves the masters -> masters rounded into the bf16 module
 
-The bf16 module is what is sent to the engines and also what the trainer computes
-with. That matters: at this learning rate many optimiser steps are smaller than
-a bf16 step, so a trainer that computed with the unrounded masters would drift away
-from engines that hold the rounded weights, although every update was exact.
+The bf16 module is what is sent to the engines, and its values are what the trainer
+computes with. That matters: at this learning rate many optimiser steps are smaller
+than a bf16 step, so a trainer that computed with the unrounded masters would drift
+away from engines that hold the rounded weights, although every update was exact.
+Where the processor multiplies bf16 slowly, the same rounded values are computed with
+in fp32, in a module of their own.
 
 Knows nothing about weightsync: ``model`` is an ordinary attribute.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.backends.cpu import get_cpu_capability
 
 from examples.rl.gap import GapSum
 from examples.rl.task import Group, advantages, reward
@@ -45,8 +49,11 @@ class Trainer:
         torch.set_num_threads(num_threads)
         self.device = torch.device(device)
         self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).to(self.device)
+        # AVX2 has no product of bf16: torch's is then several times slower than that of fp32.
+        is_slow = self.device.type == "cpu" and get_cpu_capability() in ("DEFAULT", "AVX2")
+        self._policy: Any = copy.deepcopy(self.model).float() if is_slow else self.model
         # parameters() yields a tied tensor once, so embedding and output head share one master too.
-        self.weights: list[torch.nn.Parameter] = list(self.model.parameters())
+        self.weights: list[torch.nn.Parameter] = list(self._policy.parameters())
         self.masters = [torch.nn.Parameter(w.detach().float()) for w in self.weights]
         self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate, weight_decay=0.0)
 
@@ -94,12 +101,12 @@ class Trainer:
 
         attention = torch.cat([torch.ones_like(ids[:, :num_prompt]), mask.long()], dim=1)
         # The logits at one position score the token at the next.
-        logits = self.model(input_ids=ids, attention_mask=attention, logits_to_keep=num_answer + 1).logits[:, :-1]
+        logits = self._policy(input_ids=ids, attention_mask=attention, logits_to_keep=num_answer + 1).logits[:, :-1]
         scores = torch.log_softmax(logits.float(), dim=-1)
         return scores.gather(-1, ids[:, num_prompt:, None]).squeeze(-1), mask
 
     def _collect_gradients(self) -> None:
-        """Add the group's bf16 gradients to the masters' fp32 ones: summed in bf16 they would lose bits."""
+        """Add the group's gradients to the masters' fp32 ones: bf16 ones, summed in bf16, would lose bits."""
         for master, weight in zip(self.masters, self.weights, strict=True):
             if weight.grad is None:
                 continue
@@ -114,6 +121,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for master, weight in zip(self.masters, self.weights, strict=True):
-                weight.copy_(master)
+            for master, sent, weight in zip(self.masters, self.model.parameters(), self.weights, strict=True):
+                sent.copy_(master)
+                if weight is not sent:
+                    weight.copy_(sent)
         return float(norm)

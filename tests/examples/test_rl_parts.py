@@ -181,8 +181,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def trainer(tiny_model: Path) -> Trainer:
+@pytest.fixture(params=["AVX512", "AVX2"])
+def trainer(tiny_model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """As on a processor that multiplies bf16, and as on one that does not."""
+    monkeypatch.setattr("examples.rl.trainer.get_cpu_capability", lambda: request.param)
     return Trainer(tiny_model, learning_rate=1e-2, num_threads=1, device="cpu")
 
 
@@ -256,9 +258,10 @@ def test_the_module_always_holds_the_masters_rounded(trainer: Trainer, groups: l
     for _ in range(2):
         trainer.step(groups)
     assert any(not torch.equal(old, new) for old, new in zip(before, trainer.weights, strict=True))
-    for master, weight in zip(trainer.masters, trainer.weights, strict=True):
-        assert master.dtype == torch.float32
-        assert torch.equal(weight, master.to(torch.bfloat16))
+    for master, sent, weight in zip(trainer.masters, trainer.model.parameters(), trainer.weights, strict=True):
+        assert (master.dtype, sent.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(sent, master.to(torch.bfloat16))
+        assert torch.equal(weight, sent.to(weight.dtype))
     assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
 
 

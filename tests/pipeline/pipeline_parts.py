@@ -19,8 +19,10 @@ def make_module(seed: int = 0) -> torch.nn.Module:
 
 
 def hang(folder: Path) -> None:
-    """For good, in this process; says that it has come to that."""
-    (folder / "hangs").write_text(str(os.getpid()))
+    """For good, in this process; says that it has come to that, in a file that is whole once it is there."""
+    partial = folder / "hangs.partial"
+    partial.write_text(str(os.getpid()))
+    partial.rename(folder / "hangs")
     time.sleep(600)
 
 
@@ -80,10 +82,10 @@ class Trainer:
     """Moves its weights at random, and notes what it had after each step."""
 
     def __init__(
-        self, folder: str, fail_at: int = -1, sleep_at: int = -1, ok: bool | None = None, model: str = ""
+        self, folder: str, fail_at: int = -1, hang_at: int = -1, ok: bool | None = None, model: str = ""
     ) -> None:
         self.module = make_module(2)
-        self.folder, self.fail_at, self.sleep_at, self.ok = Path(folder), fail_at, sleep_at, ok
+        self.folder, self.fail_at, self.hang_at, self.ok = Path(folder), fail_at, hang_at, ok
 
     def prompts(self, step: int) -> list[int]:
         return [2 * step, 2 * step + 1]
@@ -95,9 +97,8 @@ class Trainer:
         assert [r.prompt for r in rollouts] == self.prompts(step)
         if step == self.fail_at:
             raise ValueError("the loss\nis not finite")
-        if step == self.sleep_at:
-            (self.folder / "asleep").write_text(str(os.getpid()))
-            time.sleep(600)
+        if step == self.hang_at:
+            hang(self.folder)
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.add_(torch.randn_like(parameter))

@@ -47,8 +47,10 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
 
 
-def start(path: Path, *overrides: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def started(path: Path, *overrides: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A run of *path*; what has not ended by then ends with the block, and its pipes are closed."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "weightsync", "run", str(path), *overrides],
         cwd=path.parent,
         env=env or environment(),
@@ -56,6 +58,24 @@ def start(path: Path, *overrides: str, env: dict[str, str] | None = None) -> sub
         stderr=subprocess.PIPE,
         text=True,
     )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # it ends its Ray too
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=60)
+        process.kill()
+        process.communicate()
+
+
+def hangs_in(folder: Path, process: subprocess.Popen[str]) -> int:
+    """Waits until something of the run in *folder* hangs, and returns the id of that process."""
+    file, deadline = folder / "hangs", time.monotonic() + 120
+    while not file.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert file.exists(), (folder, process.poll())
+    return int(file.read_text())
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -83,22 +103,21 @@ def gone_within(folder: Path, seconds: float) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Popen[str]]:
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A run that goes on while the first test does, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, start(written(folder, arguments=", ok: true"), "run.sync_every=2", "sync.count_changed_values=true")
+    path = written(folder, arguments=", ok: true")
+    with started(path, "run.sync_every=2", "sync.count_changed_values=true") as process:
+        yield folder, process
 
 
 @pytest.mark.usefixtures("whole_run")
 def test_a_signal_ends_everything(tmp_path: Path) -> None:
-    process = start(written(tmp_path, arguments=", sleep_at: 1", replicas=1))
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "asleep").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    actor = int((tmp_path / "asleep").read_text())
-    assert len(processes_of(tmp_path)) > 4  # the run, Ray's own, and the actors
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    with started(written(tmp_path, arguments=", hang_at: 1", replicas=1)) as process:
+        actor = hangs_in(tmp_path, process)
+        assert len(processes_of(tmp_path)) > 4  # the run, Ray's own, and the actors
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
     assert errors.splitlines()[-1].startswith("stopped by SIGTERM at step 1: the trainer learns"), errors
     assert gone_within(tmp_path, 10) == []
@@ -237,8 +256,8 @@ def address_of(log: Path, port: int, ray: subprocess.Popen[str]) -> str:
 
 def test_a_trainer_that_fails_is_the_last_line(tmp_path: Path, cluster: RunningCluster) -> None:
     path = written(tmp_path, arguments=", fail_at: 1", replicas=1)
-    process = start(path, env=cluster.env | {"RAY_ADDRESS": cluster.gcs})
-    output, errors = process.communicate(timeout=120)
+    with started(path, env=cluster.env | {"RAY_ADDRESS": cluster.gcs}) as process:
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     last = errors.splitlines()[-1]
     assert last.startswith("error: trainer 0: ValueError: the loss is not finite (mine.py:"), errors
@@ -261,8 +280,8 @@ def test_a_signal_that_ray_catches_while_it_starts_is_remembered() -> None:
 
 def test_a_verdict_that_is_not_ok_fails_the_run(tmp_path: Path, cluster: RunningCluster) -> None:
     path = written(tmp_path, arguments=", ok: false", replicas=1)
-    process = start(path, "run.steps=1", env=cluster.env | {"RAY_ADDRESS": cluster.gcs})
-    output, errors = process.communicate(timeout=120)
+    with started(path, "run.steps=1", env=cluster.env | {"RAY_ADDRESS": cluster.gcs}) as process:
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert errors.splitlines()[-1] == "error: verdict: FAIL: the loss; is <1>"
     assert "PASS" not in output
@@ -280,22 +299,21 @@ STOPS = {
 def test_a_signal_in_any_phase_leaves_nothing_behind(tmp_path: Path, cluster: RunningCluster) -> None:
     """All at once, each in a process of its own, on a cluster that lives on."""
     before = set(os.listdir("/dev/shm"))
-    runs = {}
-    for where in STOPS:
-        folder = tmp_path / where
-        folder.mkdir()
-        path = written(folder, replicas=1)
-        own = f"{{folder: {folder}, where: {where}}}"
-        keys = ["trainer.class=mine:HangingTrainer", "engines.class=mine:HangingEngine", "engines.sampling={}"]
-        keys += [f"trainer.arguments={own}", f"engines.arguments={own}"]
-        keys += ["trainer.resources.num_cpus=0.1", "engines.resources.num_cpus=0.1"]
-        runs[where] = start(path, *keys, env=cluster.env | {"RAY_ADDRESS": cluster.gcs})
-    try:
+    actors = {}
+    with contextlib.ExitStack() as stack:
+        runs = {}
+        for where in STOPS:
+            folder = tmp_path / where
+            folder.mkdir()
+            path = written(folder, replicas=1)
+            own = f"{{folder: {folder}, where: {where}}}"
+            keys = ["trainer.class=mine:HangingTrainer", "engines.class=mine:HangingEngine", "engines.sampling={}"]
+            keys += [f"trainer.arguments={own}", f"engines.arguments={own}"]
+            keys += ["trainer.resources.num_cpus=0.1", "engines.resources.num_cpus=0.1"]
+            env = cluster.env | {"RAY_ADDRESS": cluster.gcs}
+            runs[where] = stack.enter_context(started(path, *keys, env=env))
         for where, process in runs.items():
-            reached, deadline = tmp_path / where / "hangs", time.monotonic() + 120
-            while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert reached.exists(), (where, process.communicate(timeout=5))
+            actors[where] = hangs_in(tmp_path / where, process)
             process.send_signal(STOPS[where][0])
         for where, process in runs.items():
             number, at = STOPS[where]
@@ -308,17 +326,12 @@ def test_a_signal_in_any_phase_leaves_nothing_behind(tmp_path: Path, cluster: Ru
             updates = lines_of(tmp_path / where / "out" / "updates.jsonl")
             assert [update["version"] for update in updates] == ([] if where == "start" else [1])
             assert gone_within(tmp_path / where, 10) == []
-            assert not Path(f"/proc/{(tmp_path / where / 'hangs').read_text()}").exists()
-    finally:
-        for process in runs.values():
-            process.kill()
-            process.communicate()
+            assert not Path(f"/proc/{actors[where]}").exists()
     script = (
         "import ray; from ray.util.state import list_actors; ray.init(logging_level='error'); "
         "print([a.class_name for a in list_actors(limit=1000) if a.state != 'DEAD'], "
         "[g for g in ray.util.placement_group_table().values() if g['state'] != 'REMOVED'])"
     )
-    env = cluster.env | {"RAY_ADDRESS": cluster.gcs}
     asked = subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60, check=False
     )
@@ -328,25 +341,28 @@ def test_a_signal_in_any_phase_leaves_nothing_behind(tmp_path: Path, cluster: Ru
 
 def test_two_methods_are_enough_and_a_bundle_is_shared(tmp_path: Path, cluster: RunningCluster) -> None:
     path = written(tmp_path, trainer="Minimal", replicas=1)
-    process = start(path, "engines.placement=colocated", env=cluster.env | {"RAY_ADDRESS": cluster.gcs})
-    output, errors = process.communicate(timeout=120)
+    with started(path, "engines.placement=colocated", env=cluster.env | {"RAY_ADDRESS": cluster.gcs}) as process:
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, output + errors
     assert [update["version"] for update in lines_of(tmp_path / "out" / "updates.jsonl")] == [1, 2, 3]
     (first, *_) = lines_of(tmp_path / "out" / "metrics.jsonl")
     assert (first["num_rollouts"], first["metrics"]) == (0, {})
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("smollm2")  # made before the clock of the job runs
 def test_ray_job_submit_runs_the_file_of_make_demo(tmp_path: Path, cluster: RunningCluster) -> None:
-    """Two steps of it, with one engine, from a copy of the sources. There is room only if the runs before gave theirs back."""
+    """Two short steps, with one engine, from a copy of the sources. There is room only if the runs before gave theirs back."""
     for name in ("weightsync", "transports", "ray_actors", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "runs")
         shutil.copytree(ROOT / name, tmp_path / "tree" / name, symlinks=True, ignore=ignored)
     submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", cluster.dashboard]
     keys = ["run.steps=2", f"run.out={tmp_path}/out", "engines.replicas=1", "engines.placement=colocated"]
+    keys += ["engines.sampling.n=4", "trainer.arguments.questions_per_step=2"]
     run = [sys.executable, "-m", "weightsync", "run", "examples/pipelines/rl_smollm2.yaml", *keys]
     command = [*submit, "--working-dir", ".", "--", *run]
     done = subprocess.run(
-        command, cwd=tmp_path / "tree", env=cluster.env, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=tmp_path / "tree", env=cluster.env, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: PASS" in done.stdout
