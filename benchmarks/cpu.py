@@ -26,21 +26,10 @@ from benchmarks.common import EXTENSION, VLLM_ENVIRONMENT, write_record
 from examples.smollm2 import model_dir
 from weightsync.chunk import as_bytes
 from weightsync.digest import digest_bytes
+from weightsync.testing.modules import nested_module
 from weightsync.transports.shared_memory import share_parameters
 
 WARM_UP = 2  # rounds that are not counted: memory is touched for the first time
-
-
-class Tensors(torch.nn.Module):
-    """A module whose parameters are the given tensors. A parameter's name cannot hold a dot, so "-" stands for it."""
-
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in weights.items():
-            self.register_parameter(name.replace(".", "-"), torch.nn.Parameter(tensor, requires_grad=False))
-
-    def by_name(self) -> dict[str, torch.Tensor]:
-        return {key.replace("-", "."): tensor.detach() for key, tensor in self.named_parameters()}
 
 
 def payload(kind: str) -> dict[str, torch.Tensor]:
@@ -60,7 +49,7 @@ def digests(model: torch.nn.Module) -> list[int]:
 class Trainer:
     def __init__(self, kind: str, *, shared: bool = False) -> None:
         torch.set_num_threads(2)
-        self.model = Tensors(payload(kind))
+        self.model = nested_module(payload(kind))
         if shared:
             share_parameters(self.model)
 
@@ -69,7 +58,7 @@ class Trainer:
             tensor.view(torch.int16).add_(step)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self.model.by_name()
+        return dict(self.model.state_dict())
 
     def numpy_arrays(self) -> dict[str, Any]:
         return {name: tensor.view(torch.int16).numpy() for name, tensor in self.weights().items()}
@@ -81,22 +70,22 @@ class Trainer:
 class Engine:
     def __init__(self, kind: str) -> None:
         torch.set_num_threads(2)
-        self.model = Tensors({name: torch.zeros_like(t) for name, t in payload(kind).items()})
+        self.model = nested_module({name: torch.zeros_like(t) for name, t in payload(kind).items()})
         self.source = payload(kind)
 
     def load_torch(self, weights: dict[str, torch.Tensor]) -> None:
-        held = self.model.by_name()
+        held = self.model.state_dict()
         for name, tensor in weights.items():
             held[name].copy_(tensor)
 
     def load_numpy(self, arrays: dict[str, Any]) -> None:
-        held = self.model.by_name()
+        held = self.model.state_dict()
         for name, array in arrays.items():
             held[name].view(torch.int16).numpy()[...] = array
 
     def memcpy(self) -> float:
         """Seconds to copy the payload, tensor by tensor, within this process."""
-        pairs = [(tensor, self.source[name]) for name, tensor in self.model.by_name().items()]
+        pairs = [(tensor, self.source[name]) for name, tensor in self.model.state_dict().items()]
         start = time.perf_counter()
         for destination, source in pairs:
             destination.copy_(source)

@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from weightsync.cuda.moves import Moves
+from weightsync.testing.modules import nested_module
 
 SIZES = {  # layers, hidden, intermediate, heads, key-value heads, head size, vocabulary
     "tiny": (4, 256, 512, 4, 2, 64, 1024),
@@ -59,20 +60,6 @@ def aligned(nbytes: int) -> int:
 
 def view(block: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
     return block[offset : offset + 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
-
-
-def nested_module(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module whose state_dict is *tensors*."""
-    root = torch.nn.Module()
-    for name, tensor in tensors.items():
-        *path, leaf = name.split(".")
-        module = root
-        for part in path:
-            if not hasattr(module, part):
-                module.add_module(part, torch.nn.Module())
-            module = getattr(module, part)
-        module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
-    return root
 
 
 class Party:

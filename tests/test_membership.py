@@ -32,7 +32,8 @@ from weightsync.receiver import ReceiverRank
 from weightsync.sender import SenderRank
 from weightsync.session import Session
 from weightsync.testing import LocalFleet, in_process_party
-from weightsync.testing.campaign import look, module_of, odd_weights, serve_module
+from weightsync.testing.campaign import look, odd_weights, serve_module
+from weightsync.testing.modules import nested_module
 from weightsync.testing.processes import ProcessParty
 
 
@@ -41,7 +42,7 @@ def weights(module: torch.nn.Module) -> dict[str, bytes]:
 
 
 def make(seed: int) -> torch.nn.Module:
-    return module_of(odd_weights(seed))
+    return nested_module(odd_weights(seed))
 
 
 class Engine:
@@ -463,7 +464,8 @@ def test_a_stopped_engine_is_named_as_stopped(party: ProcessParty) -> None:
     if not party.is_alive():
         party.restart()
         party.reopen()
-    world = World(engines=1, timeout_s=1)
+    party.ask(look)  # a process that was just started may take long to answer first
+    world = World(engines=1, timeout_s=3)
     world.connect([world.engines[0], party])
     world.session.update()
     party.signal(signal.SIGSTOP)

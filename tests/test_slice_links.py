@@ -20,8 +20,8 @@ from weightsync.receiver import ReceiverRank
 from weightsync.sender import SenderRank
 from weightsync.session import Session
 from weightsync.testing import LocalFleet, LocalSync, in_process_party, module_engine
-from weightsync.testing.campaign import module_of
 from weightsync.testing.link import Tensors
+from weightsync.testing.modules import nested_module
 
 ROWS, COLUMNS, LAYERS = 64, 32, 8
 
@@ -36,7 +36,7 @@ class Slices(TorchModuleAdapter):
 
     def __init__(self, parts: str = "xy", columns: slice = slice(None)) -> None:
         self.parts, self.columns = parts, columns
-        super().__init__(module_of({name: tensor * 0 for name, tensor in self.of(weights(0)).items()}))
+        super().__init__(nested_module({name: tensor * 0 for name, tensor in self.of(weights(0)).items()}))
 
     def of(self, whole: Tensors) -> Tensors:
         return {name: tensor[:, self.columns] for name, tensor in whole.items() if name[-1] in self.parts}

@@ -39,7 +39,8 @@ from weightsync.routes import orders_of, plan_routes
 from weightsync.sender import SenderRank
 from weightsync.session import Session
 from weightsync.testing import LocalFleet, LocalSync, in_process_party, module_engine
-from weightsync.testing.campaign import module_of, odd_weights
+from weightsync.testing.campaign import odd_weights
+from weightsync.testing.modules import nested_module
 from weightsync.testing.processes import ProcessParty
 from weightsync.transports.sidecar import Sidecars
 
@@ -63,7 +64,7 @@ class Rank(TorchModuleAdapter):
     def __init__(self, whole: Weights, slices: dict[str, tuple[int, int, int]]) -> None:
         """*slices*: name -> (dimension, start, size)."""
         self.slices = slices
-        super().__init__(module_of({name: whole[name].narrow(*slices[name]) * 0 for name in slices}))
+        super().__init__(nested_module({name: whole[name].narrow(*slices[name]) * 0 for name in slices}))
 
     def load_map(self, manifest: Manifest) -> LoadMap:
         copies, targets = [], []
@@ -207,7 +208,7 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 @pytest.fixture
 def trainers() -> list[torch.nn.Module]:
     """Two that hold the whole model each."""
-    return [module_of(odd_weights(0)) for _ in range(2)]
+    return [nested_module(odd_weights(0)) for _ in range(2)]
 
 
 CONFIG = ws.SyncConfig(transport="sharded_rdt", timeout_s=20, bucket_bytes="64KiB")
@@ -224,7 +225,7 @@ over_each_transport = pytest.mark.parametrize(
 def test_whole_models_are_pulled_from_all_that_hold_them_and_a_late_engine_disturbs_nobody(
     config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
-    engines = [module_of(odd_weights(i)) for i in (1, 2)]
+    engines = [nested_module(odd_weights(i)) for i in (1, 2)]
     local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engines[0])], config, sidecars=sidecars)  # type: ignore[misc]
     with local as session:
         refresh(trainers, 3)
@@ -251,7 +252,7 @@ def test_whole_models_are_pulled_from_all_that_hold_them_and_a_late_engine_distu
 def test_a_late_engine_waits_for_the_next_update_where_the_trainers_have_gone_on(
     config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
-    engines = [module_of(odd_weights(i)) for i in (1, 2)]
+    engines = [nested_module(odd_weights(i)) for i in (1, 2)]
     local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engines[0])], config, sidecars=sidecars)  # type: ignore[misc]
     with local as session:
         session.update()
@@ -268,7 +269,7 @@ def test_a_late_engine_waits_for_the_next_update_where_the_trainers_have_gone_on
 def test_slices_of_module_groups_that_have_not_changed_are_not_sent(
     apply: Any, config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
-    engines = [module_of(odd_weights(i)) for i in (1, 2)]
+    engines = [nested_module(odd_weights(i)) for i in (1, 2)]
     config = msgspec.structs.replace(config, skip_unchanged=True, apply=apply)
     local = LocalSync([lambda t=t: t for t in trainers], list(map(module_engine, engines)), config, sidecars=sidecars)  # type: ignore[misc]
     sizes = {name: buffer.nbytes for name, buffer in trainers[0].named_buffers()}
@@ -305,7 +306,7 @@ def test_slices_of_module_groups_that_have_not_changed_are_not_sent(
 def test_a_source_is_asked_once_an_update_for_its_shards(
     config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
-    engine, asked = module_of(odd_weights(1)), 0
+    engine, asked = nested_module(odd_weights(1)), 0
 
     def source() -> torch.nn.Module:
         nonlocal asked
@@ -326,7 +327,7 @@ def test_a_source_is_asked_once_an_update_for_its_shards(
 def test_slices_travel_in_their_wire_dtype_also_where_the_source_makes_its_tensors(
     lazy: bool, config: ws.SyncConfig, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
-    engine = module_of(odd_weights(1))
+    engine = nested_module(odd_weights(1))
     config = msgspec.structs.replace(config, wire_dtype={"*": "bfloat16"}, apply="streaming")
     sources = [lambda t=t: iter(t.state_dict().items()) if lazy else t for t in trainers]
     with LocalSync(sources, [module_engine(engine)], config, sidecars=sidecars) as session:
@@ -343,7 +344,7 @@ def test_slices_travel_in_their_wire_dtype_also_where_the_source_makes_its_tenso
 def test_after_a_sidecar_was_killed_the_update_fails_in_time_and_the_next_is_exact(
     lost: str, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
-    engine = module_of(odd_weights(1))
+    engine = nested_module(odd_weights(1))
     local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engine)], CONFIG, sidecars=sidecars)  # type: ignore[misc]
     with local as session:
         session.update()
@@ -377,7 +378,7 @@ def at_node(rank: ReceiverRank, node: str) -> Callable[[bytes], list[bytes]]:
 def test_one_update_carries_slices_to_some_and_to_others_slices_or_whole_tensors_over_another_transport(
     other: str, trainers: list[torch.nn.Module], sidecars: Sidecars
 ) -> None:
-    engines = [module_of(odd_weights(i)) for i in (1, 2)]
+    engines = [nested_module(odd_weights(i)) for i in (1, 2)]
     here, there = (ReceiverRank(TorchModuleAdapter(engine)) for engine in engines)
     senders = [SenderRank(i, lambda t=t: t) for i, t in enumerate(trainers)]  # type: ignore[misc]
     fleet = LocalFleet(

@@ -21,7 +21,8 @@ from weightsync.manifest import Manifest, TensorMeta
 from weightsync.report import UpdateReport
 from weightsync.session import Session
 from weightsync.testing import LocalSync
-from weightsync.testing.campaign import Campaign, control_cases, data_cases, digests, module_of, sparse_weights
+from weightsync.testing.campaign import Campaign, control_cases, data_cases, digests, sparse_weights
+from weightsync.testing.modules import nested_module
 from weightsync.unchanged import LeavingOut, from_bits, groups_left, to_bits, without
 
 Tensors = dict[str, torch.Tensor]
@@ -68,7 +69,7 @@ class Synced:
 
     def __init__(self, *, num_trainers: int = 1, source: Callable[[Tensors], Any] = dict, **options: Any) -> None:
         self.weights = layers(0)
-        self.fine, self.coarse = (module_of(layers(seed)) for seed in (1, 2))
+        self.fine, self.coarse = (nested_module(layers(seed)) for seed in (1, 2))
         self.adapter = Coarse(self.coarse)
         names = list(self.weights)
         shares = [names[i::num_trainers] for i in range(num_trainers)]
@@ -144,7 +145,7 @@ def test_an_update_without_a_change_moves_nothing_and_commits_a_new_version(tran
         assert moved(made.update())[0] > 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     way=st.sampled_from(WAYS),
     num_trainers=st.integers(1, 3),
@@ -230,12 +231,12 @@ def test_a_late_engine_gets_everything_and_then_as_little_as_the_others() -> Non
         made.update()
         made.step("layers.4.up")
         made.update()
-        late = module_of(layers(9))
+        late = nested_module(layers(9))
         party = made.sync.fleet.add(_party(late))
         assert made.session.add_engine(party) is None, "of what was left out nothing is known that could be compared"
         assert is_full(made)
         assert digests(late.state_dict()) == digests(made.weights)
-        later = module_of(layers(10))
+        later = nested_module(layers(10))
         made.session.add_engine(made.sync.fleet.add(_party(later)))
         made.update()
         assert digests(later.state_dict()) == digests(made.weights)
@@ -248,7 +249,7 @@ def test_a_late_engine_is_not_brought_to_what_the_trainer_held_before() -> None:
         made.step("layers.4.up")
         made.update()
         made.weights |= before
-        assert made.session.add_engine(made.sync.fleet.add(_party(module_of(layers(9))))) is None
+        assert made.session.add_engine(made.sync.fleet.add(_party(nested_module(layers(9))))) is None
         assert made.session.version == 2
 
 
@@ -274,7 +275,6 @@ def manifest_of(count: int) -> Manifest:
     return Manifest(tuple(TensorMeta(f"t{i}", "float32", (i + 1,)) for i in range(count)))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_is_left_out_is_what_no_group_joins_with_a_change(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 12))
@@ -294,7 +294,6 @@ def test_what_is_left_out_is_what_no_group_joins_with_a_change(data: st.DataObje
     assert nbytes == sum(manifest.by_name[name].nbytes for name in left_out)
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 20), data=st.data())
 def test_names_survive_as_bits(count: int, data: st.DataObject) -> None:
     manifest = manifest_of(count)

@@ -1,10 +1,12 @@
-"""A Qwen3-MoE in a vLLM engine of two tensor-parallel ranks, each on a GPU of its own; the trainer is on the first of them.
+"""A Qwen3-MoE in a vLLM engine of two tensor-parallel ranks, each on a GPU of its own; the trainer is on the first of them,
+or two FSDP2 ranks are, one on each.
 
 Its size is 3.65 GB, or 16.2 GB where WEIGHTSYNC_TEST_LARGE_MOE is set.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -19,7 +21,16 @@ import ray
 import torch
 
 import weightsync as ws
-from weightsync.testing.random_moe import MOE_3_65_GB, MOE_16_2_GB, MoeEngine, MoeTrainer, Outputs
+from weightsync.testing.modules import nested_module
+from weightsync.testing.random_moe import (
+    MOE_3_65_GB,
+    MOE_16_2_GB,
+    MoeEngine,
+    MoeTrainer,
+    Outputs,
+    moe_shapes,
+    moe_weights,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +43,7 @@ SIZES: dict[str, int] = MOE_16_2_GB if os.environ.get("WEIGHTSYNC_TEST_LARGE_MOE
 OLD, NEW = 1, 2
 SEEDS = [NEW, OLD, *range(3, 10), NEW]
 BOUND_S = 60
+NUM_SHARDS = 2
 
 
 class SlowTrainer(MoeTrainer):
@@ -46,6 +58,48 @@ class SlowTrainer(MoeTrainer):
         for item in self.made():
             time.sleep(self.pause_s)
             yield item
+
+
+class FsdpTrainer:
+    """One of two FSDP2 ranks, on a GPU of its own. It holds its shards; tensors are made whole one at a time."""
+
+    def __init__(self, rank: int, store: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
+        self.device = torch.device("cuda", rank)
+        torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", init_method=f"file://{store}/ranks", rank=rank, world_size=NUM_SHARDS
+        )
+        self.model = nested_module(dict(moe_weights(SIZES, OLD, self.device)))
+        fully_shard(self.model, mesh=init_device_mesh("cuda", (NUM_SHARDS,)))
+
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("a whole tensor was gathered")
+
+        DTensor.full_tensor = refuse  # type: ignore[assignment, method-assign]
+
+    def set(self, seed: int) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        parameters: dict[str, Any] = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, whole in moe_weights(SIZES, seed, self.device):
+                to = parameters[name]
+                # Each rank keeps its part of what it made itself: nothing is sent.
+                to.copy_(distribute_tensor(whole, to.device_mesh, to.placements, src_data_rank=None))
+
+
+@pytest.fixture(scope="module")
+def fsdp_trainers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    store = tmp_path_factory.mktemp("store")
+    actors = [ray.remote(FsdpTrainer).remote(rank, str(store)) for rank in range(NUM_SHARDS)]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +153,27 @@ def test_two_ranks_equal_a_fresh_engine_after_one_two_and_ten_updates(
             if number in (1, 2, 10):
                 assert ray.get(engine.outputs.remote()) == engines[seed][1]
         assert direct_apply == "off" or [row.reloads for row in rows] == [0, 0]
+
+
+@pytest.mark.parametrize("direct_apply", ["auto", "off"])
+@pytest.mark.parametrize("transport", ["sharded_cuda_ipc", "sharded_rdt"])
+def test_two_ranks_pull_their_own_slices_from_two_fsdp_ranks(
+    transport: str, direct_apply: str, fsdp_trainers: list[Any], engines: dict[int, tuple[Any, Outputs]]
+) -> None:
+    engine, _ = engines[OLD]
+    config = {"transport": transport, "direct_apply": direct_apply, "timeout_s": BOUND_S}
+    whole = sum(2 * math.prod(shape) for shape in moe_shapes(SIZES).values())
+    with ws.connect(trainers=fsdp_trainers, engines=[engine], source="model", target="llm", config=config) as sync:
+        for seed in (NEW, OLD, NEW):
+            ray.get([trainer.set.remote(seed) for trainer in fsdp_trainers])
+            report = sync.update()
+            assert ray.get(engine.outputs.remote()) == engines[seed][1]
+        assert set(report.transports.values()) == {transport}
+        rows = {row.rank: row for row in report.ranks}
+        received = [rows[f"engine 0 rank {i}"].nbytes for i in range(2)]
+        assert whole < sum(received) < 1.1 * whole  # norms and routers go to both
+        assert max(received) < 0.55 * whole
+        assert sum(rows[f"trainer {i}"].nbytes for i in range(NUM_SHARDS)) == sum(received)
 
 
 def test_a_worker_that_is_killed_in_mid_update_is_named_and_the_retry_is_exact_in_another_engine(

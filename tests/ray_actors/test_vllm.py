@@ -22,11 +22,14 @@ from weightsync.chunk import ALIGNMENT_BYTES
 from weightsync.geometry import coverage
 from weightsync.loadmap import LoadMap
 from weightsync.needs import Needs
+from weightsync.testing.modules import nest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPTS = [[5, 9, 200, 17, 33, 2], [1, 2, 3, 4], [77] * 20]
 NUM_SHARDS = 4
+LONG_ANSWER = 240
+"""Tokens: an update begins before so many are there."""
 LONG_PROMPT = [1 + i % 200 for i in range(70)]
 """Longer than two blocks of the cache."""
 EXTENSION = {
@@ -139,14 +142,7 @@ class Tensors(torch.nn.Module):
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        for path, tensor in tensors.items():
-            *parents, name = path.split(".")
-            module: torch.nn.Module = self
-            for part in parents:
-                if part not in module._modules:
-                    module.add_module(part, torch.nn.Module())
-                module = module._modules[part]  # type: ignore[assignment]
-            module.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+        nest(self, {name: tensor.clone() for name, tensor in tensors.items()})
 
     def forward(self) -> torch.Tensor:
         return torch.stack([tensor.double().sum() for tensor in self.parameters()]).sum()
@@ -191,6 +187,7 @@ def tp_engines(
 def async_engine(ray_cluster: None, moe: tuple[Path, Path], engine_arguments: dict[str, Any]) -> Iterator[Any]:
     arguments = engine_arguments | {
         "block_size": 32,
+        "max_model_len": 256,
         "worker_extension_cls": "recording_extension.RecordingExtension",
     }
     start = ray.remote(AsyncEngine).options(num_cpus=1, runtime_env={"env_vars": EXTENSION})
@@ -323,7 +320,7 @@ def test_a_worker_that_is_killed_is_named_and_the_others_go_on_without_its_engin
         pid = {row.rank: row.pid for row in sync.update().ranks}["engine 0 rank 1"]
         ray.get(trainer.load.remote(str(moe[1])))
         if moment == "transfer":
-            ray.get(trainer.slow_down.remote(0.1))
+            ray.get(trainer.slow_down.remote(0.3))
             threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
             error: type[ws.WeightSyncError] = ws.TransportError
         else:
@@ -373,10 +370,10 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
                 break
             folder = moe[(i + 1) % 2]
             ray.get(trainer.load.remote(str(folder)))
-            long_request = engine.ask.remote(PROMPTS[0], 100)
+            long_request = engine.ask.remote(PROMPTS[0], LONG_ANSWER)
             report = sync.update()
             tokens, versions, _ = ray.get(long_request, timeout=60)
-            assert len(tokens) == 100, "a request in flight goes on after the pause"
+            assert len(tokens) == LONG_ANSWER, "a request in flight goes on after the pause"
             assert versions[-1] in (str(report.version), str(report.version - 1))
             spanned += versions[-1] == str(report.version)  # else it was done before the pause
             assert served(engine) == wanted[folder]
@@ -393,15 +390,15 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
                 ([str(report.version)], 64),
             ]
     assert spanned >= 2
-    for pause, served_tokens in (("wait", 100), ("abort", None)):
+    for pause, served_tokens in (("wait", LONG_ANSWER), ("abort", None)):
         with ws.connect(
             trainers=[trainer], engines=[engine], source="weights", target="llm", config={"pause": pause}
         ) as sync:
-            long_request = engine.tokens.remote(PROMPTS[0], 100)
+            long_request = engine.tokens.remote(PROMPTS[0], LONG_ANSWER)
             ray.get(engine.next_output.remote(), timeout=60)
             sync.update()
             count = len(ray.get(long_request, timeout=60))
-            assert count == served_tokens if served_tokens is not None else count < 100
+            assert count == served_tokens if served_tokens is not None else count < LONG_ANSWER
             assert served(engine) == wanted[moe[1]]
 
 
@@ -427,7 +424,7 @@ def test_a_poisoned_async_engine_refuses_new_requests_at_once_and_holds_those_in
         sync.update()
         ray.get(trainer.load.remote(str(moe[0])))
         ray.get(async_engine.plant.remote(0, "raise", 5))
-        long_request = async_engine.ask.remote(PROMPTS[0], 100)
+        long_request = async_engine.ask.remote(PROMPTS[0], LONG_ANSWER)
         with pytest.raises(ws.EnginePoisonedError, match="planted"):
             sync.update()
         for _ in range(2):
@@ -440,7 +437,7 @@ def test_a_poisoned_async_engine_refuses_new_requests_at_once_and_holds_those_in
         assert not ray.wait([long_request], timeout=0.5)[0], "connecting again lifts nothing"
         report = sync.update()
         tokens, versions, _ = ray.get(long_request, timeout=60)
-        assert (len(tokens), versions[-1]) == (100, str(report.version))
+        assert (len(tokens), versions[-1]) == (LONG_ANSWER, str(report.version))
         assert served(async_engine) == wanted[moe[0]]
 
 
@@ -452,13 +449,23 @@ def test_an_async_engine_goes_on_when_the_coordinator_died_while_it_was_paused(
     with ws.connect(
         trainers=[trainer], engines=[async_engine], source="weights", target="llm", config=settings
     ) as sync:
-        ray.get(async_engine.plant.remote(0, "2", 5))
-        threading.Timer(1.0, ray.kill, (sync._coordinator,)).start()
-        long_request = async_engine.ask.remote(PROMPTS[0], 100)
+        ray.get(async_engine.plant.remote(0, "5", 5))
+        log, before = tmp_path / "versions", (tmp_path / "versions").read_text().count("decide")
+
+        def kill_once_decided() -> None:
+            deadline = time.monotonic() + 60
+            while log.read_text().count("decide") == before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            ray.kill(sync._coordinator)
+
+        killing = threading.Thread(target=kill_once_decided)
+        killing.start()
+        long_request = async_engine.ask.remote(PROMPTS[0], LONG_ANSWER)
         with pytest.raises(ws.CoordinatorLostError):
             sync.update()
+        killing.join()
         assert not ray.wait([long_request], timeout=0.5)[0]
         version = sync.version  # another coordinator; the log says that this version was decided on
         tokens, versions, _ = ray.get(long_request, timeout=60)
-        assert (len(tokens), versions[-1]) == (100, str(version))
+        assert (len(tokens), versions[-1]) == (LONG_ANSWER, str(version))
         assert served(async_engine) == wanted[moe[1]]

@@ -25,8 +25,8 @@ from weightsync.registry import register_transport, unregister_transport
 from weightsync.sender import SenderRank
 from weightsync.session import Session
 from weightsync.testing import LocalFleet, in_process_party
-from weightsync.testing.campaign import module_of
 from weightsync.testing.link import Tensors
+from weightsync.testing.modules import nested_module
 from weightsync.testing.processes import ProcessParty
 from weightsync.transports.sharded import ShardedCudaIpcReceiver, ShardedCudaIpcSender
 
@@ -112,7 +112,7 @@ class Columns(TorchModuleAdapter):
 
     def __init__(self, first: int, device: str = "cpu") -> None:
         self.first = first
-        module = module_of({name: self.slice_of(tensor) * 0 for name, tensor in weights(0).items()})
+        module = nested_module({name: self.slice_of(tensor) * 0 for name, tensor in weights(0).items()})
         super().__init__(module.to(device))
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:

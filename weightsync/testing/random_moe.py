@@ -73,6 +73,15 @@ def moe_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (sizes["vocab_size"], hidden)}
 
 
+def moe_weights(sizes: Mapping[str, int], seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one version of the model, in bf16, in the order of `moe_shapes`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, shape in moe_shapes(sizes).items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        mean, deviation = (1.0, 0.1) if len(shape) == 1 else (0.0, sizes["hidden_size"] ** -0.5)
+        yield name, tensor.normal_(mean, deviation, generator=generator)
+
+
 class MoeTrainer:
     """Holds the model in bf16 on one device; another seed is another version of it, in the same memory."""
 
@@ -88,13 +97,8 @@ class MoeTrainer:
         return sum(tensor.nbytes for tensor in self.weights.values())
 
     def set(self, seed: int) -> None:
-        generator = torch.Generator(self._device).manual_seed(seed)
-        scale = self._sizes["hidden_size"] ** -0.5
-        for tensor in self.weights.values():
-            if tensor.dim() == 1:
-                tensor.normal_(1.0, 0.1, generator=generator)
-            else:
-                tensor.normal_(0.0, scale, generator=generator)
+        for name, tensor in moe_weights(self._sizes, seed, self._device):
+            self.weights[name].copy_(tensor)
 
     def made(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors as a trainer makes them that has to gather each: one at a time. Last ones first."""
