@@ -271,6 +271,34 @@ def test_a_wrong_byte_poisons_what_it_was_written_into_and_the_next_update_is_ex
     assert same(engine, trainer)
 
 
+class Waited(TorchModuleAdapter):
+    """Notes when its device was waited for, and how much had arrived by then."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.waits: list[str] = []
+
+    def synchronize(self) -> None:
+        self.waits.append("before" if self.rank._coalescer is None else "while it comes")
+
+    rank: ReceiverRank
+
+
+def test_what_reads_the_old_weights_is_waited_for_once_and_before_new_ones_come() -> None:
+    trainer, engine = Stack(1), Stack(2)
+    adapter = Waited(engine)
+    config = SyncConfig(transport="broadcast", **BUCKETS)  # type: ignore[arg-type]
+    sync = LocalSync([lambda: trainer], [[adapter]], config)
+    adapter.rank = sync.receivers[0][0]
+    with sync as session:
+        for _ in range(3):
+            trainer.change()
+            adapter.waits.clear()
+            session.update()
+            assert adapter.waits == ["before"]
+            assert same(engine, trainer)
+
+
 class CannotBegin(TorchModuleAdapter):
     """An adapter whose own loader, which some tensor needs, fails as soon as it is asked."""
 

@@ -1,8 +1,9 @@
 """Broadcast: each bucket goes from one sender to all its receivers at once, through CPU memory (gloo) or over NCCL.
 
 The groups belong to the link: they are made here, torch.distributed's default group is never touched, and their members are
-the sender (rank 0) and the receivers (rank 1 up). Names travel with the bytes: a bucket is announced over gloo by two
-integers, then sent as header and payload, so the ends cannot disagree about what comes.
+the sender (rank 0) and the receivers (rank 1 up). Names travel with the bytes, so the ends cannot disagree about what comes:
+a bucket is announced over gloo by two integers, then sent as header and payload (`announced`), or its names were told ahead,
+with those of all others (`planned`).
 
 Payloads travel over NCCL where both ends of a link find that they can (`backend.backend_of`), from GPU memory to GPU
 memory; over gloo otherwise. Every wait is bounded.
@@ -11,15 +12,12 @@ memory; over gloo otherwise. Every wait is bounded.
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import msgspec
 import torch
 
-from weightsync.background import Background
-from weightsync.bucket import Bucket, fill
 from weightsync.chunk import WeightChunk, aligned
 from weightsync.cuda.moves import note_transfer
 from weightsync.digest import ContentDigest
@@ -27,13 +25,13 @@ from weightsync.errors import TransportError, WeightSyncError
 from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import TensorMeta
 from weightsync.ranks import SENDER, group_rank
-from weightsync.transports.announcements import PLAN, Arriving, Header, Incoming, announce, give_up
+from weightsync.transports.announced import receive_announced, receive_in_turns, send_announced
+from weightsync.transports.announcements import PLAN, Header, Incoming, announce, give_up
 from weightsync.transports.backend import backend_of
 from weightsync.transports.bucketplan import BucketPlan, PlannedBuckets, can_plan, planned_bytes
-from weightsync.transports.gloo_group import Address, Flight, GlooGroup, GlooPayload, node_host
+from weightsync.transports.gloo_group import Address, GlooGroup, GlooPayload, node_host
 from weightsync.transports.nccl_group import NcclGroup
-
-_JOIN_S = 0.0005
+from weightsync.transports.planned import receive_planned, send_planned
 
 
 class BroadcastSender(SenderTransport):
@@ -101,89 +99,42 @@ class BroadcastSender(SenderTransport):
             note_transfer()
             payloads.synchronize()  # what the trainer computed
             if planned is not None and isinstance(payloads, NcclGroup):
-                stats = self._send_planned(transfer, planned, tensors, group, payloads)
+                content = self._send_by_plan(transfer, planned, tensors, group, payloads)
             else:
                 payloads.begin(transfer.version)
-                stats = self._send(transfer, tensors, group, payloads)
+                content = send_announced(transfer, tensors, group, payloads, digest=self.context.digest)
         except Exception:
             payloads.stop()
             raise
         self._is_sent = True
-        return stats
+        return TransferStats(content.nbytes, content.value)
 
-    def _send_planned(
+    def _send_by_plan(
         self,
         transfer: Transfer,
         planned: PlannedBuckets,
         tensors: Iterable[tuple[TensorMeta, torch.Tensor]],
         group: GlooGroup,
         payloads: NcclGroup,
-    ) -> TransferStats:
-        """Buckets that need not be announced: that takes as long as 200 MB between two GPUs."""
+    ) -> ContentDigest:
+        """Tell the receivers of the plan, if they do not know it; where links have to take turns, nothing goes by plan."""
         # Other links may go in step, and receivers that have met launch kernels which wait for this rank's.
         known = list(tensors)
         plan = planned.number, transfer.manifest.digest
         payloads.begin(transfer.version, planned.number if plan == self._told else 0, lambda: planned.fill(0))
         if payloads.in_turns:
-            return self._send(transfer, known, group, payloads)
+            return send_announced(transfer, known, group, payloads, digest=self.context.digest)
         if plan != self._told:
             announce(group, planned.tell(transfer.manifest.digest), PLAN, "the plan of its buckets")()
             self._told = plan
-        content = ContentDigest()
-        in_flight = deque[tuple[int, Flight]]()
-
-        def land(leave: int) -> None:
-            while len(in_flight) > leave:
-                number, flight = in_flight.popleft()
-                payloads.wait(flight)
-                planned.note(number, content)
-
-        for number in range(len(planned.payloads)):
-            land(payloads.num_buckets - 1)
-            if number:
-                planned.fill(number)
-            in_flight.append((number, payloads.start(planned.payloads[number], f"bucket {number}")))
-        land(0)
+        content = send_planned(planned, payloads)
         announce(group, None, 0, "the end")()
-        return TransferStats(content.nbytes, content.value)
+        return content
 
-    def _send(
-        self,
-        transfer: Transfer,
-        tensors: Iterable[tuple[TensorMeta, torch.Tensor]],
-        group: GlooGroup,
-        payloads: GlooPayload | NcclGroup,
-    ) -> TransferStats:
-        content, number = ContentDigest(), itertools.count()
-        in_flight = deque[Callable[[], None]]()  # each waits for one bucket
-
-        def free_buckets() -> Iterator[Bucket]:
-            while True:
-                for i in range(payloads.num_buckets):
-                    land(payloads.num_buckets - 1)
-                    yield Bucket(payloads.bucket(i), [])
-
-        def land(leave: int) -> None:
-            while len(in_flight) > leave:
-                in_flight.popleft()()
-
-        in_turns = isinstance(payloads, NcclGroup) and payloads.in_turns
-        digest = self.context.digest
-        for bucket in fill(tensors, free_buckets(), content=content, digest=digest, held=transfer.held):
-            if not bucket.pieces:
-                continue
-            header = Header(transfer.version, transfer.manifest.digest, tuple(bucket.pieces))
-            what = f"bucket {next(number)} ({bucket.pieces[0].name}, ...)"
-            payload = bucket.payload[: bucket.used_bytes]
-            if in_turns:
-                land(0)  # it goes on saying things to the others
-            start = _in_turn if in_turns else _at_once
-            in_flight.append(start(group, payloads, header, payload, what))
-        if in_turns:
-            land(0)
-        in_flight.append(announce(group, None, 0, "the end"))
-        land(0)
-        return TransferStats(content.nbytes, content.value)
+    @property
+    def progress(self) -> int:
+        """Buckets that have landed over NCCL: what goes by plan is asked for at once."""
+        return self._payloads.num_landed if isinstance(self._payloads, NcclGroup) else 0
 
     def abort(self) -> None:
         """Receivers hear of it only now, when whoever aborts knows why: what they say comes after the cause."""
@@ -195,45 +146,9 @@ class BroadcastSender(SenderTransport):
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._planned = None
         if self._payloads is not None:
             self._payloads.close()
-
-
-def _at_once(
-    group: GlooGroup, payloads: GlooPayload | NcclGroup, header: Header, payload: torch.Tensor, what: str
-) -> Callable[[], None]:
-    """Begin to send a bucket; returns how to wait for its end."""
-    said = announce(group, header, payload.numel(), what)
-    flight = payloads.start(payload, what) if payload.numel() else None
-
-    def wait() -> None:
-        said()
-        if flight is not None:
-            payloads.wait(flight)
-
-    return wait
-
-
-def _in_turn(
-    group: GlooGroup, payloads: GlooPayload | NcclGroup, header: Header, payload: torch.Tensor, what: str
-) -> Callable[[], None]:
-    """The same where the link has to wait for its turn, on a thread, so that the next bucket can be packed meanwhile."""
-
-    def send() -> None:
-        announce(group, header, payload.numel(), what)()
-        if payload.numel() and isinstance(payloads, NcclGroup):
-            with payloads.turn(what):
-                payloads.wait(payloads.start(payload, what))
-
-    sending = Background(send, name="broadcast-turn")
-
-    def wait() -> None:
-        while not sending.is_done(_JOIN_S):  # all its waits are bounded
-            pass
-        sending.result()
-
-    return wait
+        self._planned = None  # with it the last views of the buckets: freeing these waits for kernels
 
 
 class BroadcastReceiver(ReceiverTransport):
@@ -274,92 +189,38 @@ class BroadcastReceiver(ReceiverTransport):
         group, payloads = self._group, self._payloads
         try:
             version, plan = payloads.begin()
-            if isinstance(payloads, NcclGroup) and payloads.in_turns:
-                yield from self._receive_in_turns(group, payloads)
-            else:
-                yield from self._receive(group, payloads, version, plan)
+            for header, payload in self._arrivals(group, payloads, version, plan):
+                yield self._chunk(header, payload)
+                if self._lent:
+                    raise WeightSyncError("a broadcast chunk was not released before the next was asked for")
         except BaseException:  # GeneratorExit too: whoever read has failed, and the next bucket may be under way
             payloads.stop()
             raise
 
-    def _receive(
+    def _arrivals(
         self, group: GlooGroup, payloads: GlooPayload | NcclGroup, version: int, known: int
-    ) -> Iterator[WeightChunk]:
-        """*known*: the number of the plan by which all comes; 0: it is announced."""
-        places = itertools.cycle(range(payloads.num_buckets if payloads.ahead else 1))
+    ) -> Iterator[tuple[Header, torch.Tensor]]:
+        """*known*: the number of the plan by which all comes; 0: the sender tells it, or has none."""
         incoming = Incoming(group, payloads.largest_bytes)
-        following = deque[Arriving]()
-
-        def start(arriving: Arriving) -> Arriving:
-            arriving.payload = payloads.room(next(places), arriving.nbytes)
-            if arriving.nbytes:
-                arriving.flight = payloads.start(arriving.payload, arriving.what)
-            return arriving
-
-        def look_ahead() -> None:
-            """One room is the reader's."""
-            if payloads.ahead:
-                while len(following) < payloads.num_buckets - 1 and (arriving := incoming.next_if_announced()):
-                    following.append(start(arriving))
-                incoming.listen()
-
-        if known and isinstance(payloads, NcclGroup):
-            yield from self._receive_planned(incoming, self._known_plan(known), payloads, version)
-        while True:
-            if not following:
-                arriving = incoming.next()
-                if arriving is None:
-                    return
-                if arriving.nbytes == PLAN and isinstance(payloads, NcclGroup):
-                    self._plan = incoming.plan(arriving)
-                    yield from self._receive_planned(incoming, self._plan, payloads, version)
-                    continue
-                following.append(start(arriving))
-            current = following.popleft()
-            if current.flight is not None:
-                payloads.wait(current.flight, look_ahead)
-            assert current.payload is not None
-            chunk = self._chunk(incoming.header(current), current.payload)
-            look_ahead()
-            yield chunk
-            self._expect_released()
+        if not isinstance(payloads, NcclGroup):
+            yield from receive_announced(incoming, incoming.next(), payloads)
+            return
+        if payloads.in_turns:
+            yield from receive_in_turns(incoming, payloads)
+            return
+        if known:
+            yield from receive_planned(self._known_plan(known), version, incoming, payloads)
+        first = incoming.next()
+        if first is not None and first.nbytes == PLAN:
+            self._plan = incoming.plan(first)
+            yield from receive_planned(self._plan, version, incoming, payloads)
+            first = incoming.next()
+        yield from receive_announced(incoming, first, payloads)
 
     def _known_plan(self, number: int) -> BucketPlan:
         if self._plan is None or self._plan.number != number:
             raise TransportError(f"sender {self.context.sender} sends by a plan ({number}) that it has not told")
         return self._plan
-
-    def _receive_planned(
-        self, incoming: Incoming, plan: BucketPlan, payloads: NcclGroup, version: int
-    ) -> Iterator[WeightChunk]:
-        """Buckets that nobody announces: all but the reader's are under way."""
-        in_flight = deque[tuple[Flight, torch.Tensor]]()
-        numbers = iter(range(len(plan.buckets)))
-
-        def look_ahead() -> None:
-            while len(in_flight) < payloads.num_buckets and (number := next(numbers, None)) is not None:
-                payload = payloads.room(number % payloads.num_buckets, plan.nbytes[number])
-                in_flight.append((payloads.start(payload, f"bucket {number}"), payload))
-
-        look_ahead()
-        for number in range(len(plan.buckets)):
-            flight, payload = in_flight.popleft()
-            payloads.wait(flight, incoming.watch)
-            yield self._chunk(Header(version, plan.manifest_digest, plan.landed(number, payload)), payload)
-            self._expect_released()
-            look_ahead()
-
-    def _receive_in_turns(self, group: GlooGroup, payloads: NcclGroup) -> Iterator[WeightChunk]:
-        """No turn is held, and nothing received, while a chunk is read: its reader may wait for another link's."""
-        incoming = Incoming(group, payloads.largest_bytes)
-        while (current := incoming.next()) is not None:
-            header = incoming.header(current)
-            payload = payloads.room(0, current.nbytes)
-            if current.nbytes:
-                with payloads.turn(current.what):
-                    payloads.wait(payloads.start(payload, current.what))
-            yield self._chunk(header, payload)
-            self._expect_released()
 
     def _chunk(self, header: Header, payload: torch.Tensor) -> WeightChunk:
         self._lent = True
@@ -375,10 +236,6 @@ class BroadcastReceiver(ReceiverTransport):
             sender=self.context.sender,
             release=release,
         )
-
-    def _expect_released(self) -> None:
-        if self._lent:
-            raise WeightSyncError("a broadcast chunk was not released before the next was asked for")
 
     def abort(self) -> None:
         self._aborted = True

@@ -78,6 +78,8 @@ class NcclGroup:
         self.largest_bytes = 0
         """Of a bucket."""
         self._in_flight = 0
+        self.num_landed = 0
+        """Buckets, of all transfers."""
         self._lock = threading.Lock()
         self._ending: Background[None] | None = None
 
@@ -195,6 +197,7 @@ class NcclGroup:
         """
         self._poll(lambda: self._has_landed(flight), flight.what, meanwhile)
         self._in_flight -= 1
+        self.num_landed += 1
 
     def _has_landed(self, flight: Flight) -> bool:
         self._of_live().is_ready()

@@ -82,6 +82,8 @@ class DirectApply:
         self._addresses: list[int] = []
         """Of the live tensors, when the update was planned."""
         self._looked = False
+        self._is_quiet = False
+        """Nothing reads the old weights any more."""
         self._since_audit = 0
         self._pending_for = 0
         """Updates since the last that was watched for groups that have shown nothing yet."""
@@ -131,6 +133,15 @@ class DirectApply:
         """They may be moved before `plan`."""
         self._looked = False
 
+    def wait_for_readers(self) -> None:
+        """Ahead of `apply`, where nothing is given to the device until then: wait for what still reads the old weights.
+
+        Later this would wait for what brings the new ones, too.
+        """
+        if self._direct is not None:
+            self._direct.synchronize()
+            self._is_quiet = True
+
     def plan(self, *, sets: bool, staged: bool) -> Way:
         """How the next update will be loaded.
 
@@ -172,6 +183,7 @@ class DirectApply:
 
         On a GPU what copies did is done when the current stream has come so far.
         """
+        is_quiet, self._is_quiet = self._is_quiet, False
         come = dict.fromkeys(coalescer.keys, way.value)
         self.reloaded = {**come, **self._reasons(come)}
         if not come:
@@ -184,7 +196,8 @@ class DirectApply:
         if not self._is_contest_known:
             self._is_contest_known = True
             self._refuse(contested(self._groups, live, self._aliases))
-        self._direct.synchronize()  # what still reads the old weights
+        if not is_quiet:
+            self._direct.synchronize()  # what still reads the old weights
         reasons = self._reasons(come)
         if way is Way.OBSERVE:
             if not OPEN.isdisjoint(reasons.values()):

@@ -136,6 +136,11 @@ class SenderTransport(ABC):
             TransportError: a link broke. UpdateTimeoutError: a receiver did not answer in time.
         """
 
+    @property
+    def progress(self) -> int:
+        """From any thread: what moves as `send` gets on although it asks for no more tensors."""
+        return 0
+
     def describe(self) -> str:
         """For people: what the transport has chosen for itself, once open; "" where there was no choice."""
         return ""

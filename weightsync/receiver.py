@@ -115,6 +115,8 @@ class ReceiverRank:
             case m.Prepare():
                 return self._prepare(request)
             case m.Transfer():
+                if request.apply and self._direct is not None and self._way is Way.IN_PLACE:
+                    self._direct.wait_for_readers()
                 self._receive(request.version, request.left_out)
                 return self._apply(request.version) if request.apply else self._poll(request.wait_s)
             case m.Poll():

@@ -280,15 +280,12 @@ class SenderRank:
             names=names,
             held=held is not None,
         )
-        if held is None:
-            source = self._source.tensors(self._manifest, self._names, left_out=left_out)
-        else:
-            held = [(meta, tensor) for meta, tensor in held if meta.name not in left_out] if left_out else held
-            source = iter(held)
+        if held is not None and left_out:
+            held = [(meta, tensor) for meta, tensor in held if meta.name not in left_out]
         if self._config.skip_unchanged:
             self._begin(held, links, left_out)
-        del held
-        tensors = self._counted(source)
+        made_now = self._source.tensors(self._manifest, self._names, left_out=left_out) if held is None else iter(held)
+        tensors = self._counted(made_now)
         sharded = [id for id in links if id in self._shards]
         gathers = len(sharded) < len(links) or (request.links is None and self._gathers)
         makes_shards = not gathers and (self._source.makes or (bool(sharded) and not self._shards.taken))
@@ -304,7 +301,12 @@ class SenderRank:
             if len(links) == 1:
                 stats = {id: link.send(transfers[id], items.get(id, tensors)) for id, link in links.items()}
             else:
-                items |= {id: iter(whole) for id in links if id not in sharded}
+                # What is there at once each link takes at its own pace.
+                items |= {
+                    id: self._counted(iter(held)) if held is not None else iter(whole)
+                    for id in links
+                    if id not in sharded
+                }
                 stats = self._send_over_all(links, transfers, items, (whole, made))
         finally:
             # Making the tensors may be collective: whatever happened here, other ranks wait for this one's part.
@@ -375,7 +377,8 @@ class SenderRank:
         if self._work is None:
             raise WeightSyncError("nothing is under way")
         if not self._work.is_done(wait_s):
-            return m.Pending(progress=self._progress, doing=self._doing)
+            moved = sum(transport.progress for transport in self._links.values())
+            return m.Pending(progress=self._progress + moved, doing=self._doing)
         work, self._work = self._work, None
         return work.result()
 

@@ -345,6 +345,22 @@ class TestSuiteOfHeldTensors(OnStandIns, TransportSuite):
 
         return change
 
+    def test_progress_is_told_while_all_tensors_were_asked_for(self) -> None:
+        with self.link(model(0)) as link:
+            link.move(1, model(1))
+            before, seen = link.sender.progress, set[int]()
+            machine.wire_s = 0.02
+            of = transfer(2, model(2))
+            works = [self.start(partial(receive_all, receiver, of)) for receiver in link.receivers]
+            sending = link.send(of, model(2))
+            while not sending.is_done(0.002):
+                seen.add(link.sender.progress - before)
+            unfinished: list[Background[Any]] = [sending, *works]
+            for work in unfinished:
+                self.end(work)
+            assert len(seen) > 2, seen
+            assert link.sender.progress - before == len(link.sender._planned.payloads) > 2  # type: ignore[attr-defined]
+
     def test_what_comes_is_told_once_while_the_tensors_lie_where_they_did(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -89,7 +89,7 @@ class EndsInABoundedError(TransportCase):
     # ---- who leaves half way ----------------------------------------------------------------------------------
 
     def test_a_receiver_that_closes_half_way_ends_the_transfer_with_an_error(self) -> None:
-        with self.link(model(1), timeout_s=1) as link:
+        with self.link(model(1), timeout_s=3) as link:
             work = link.send_without_end(model(1))
             self.start(lambda: release_all(link.receivers[1]))
             self.soon(lambda: take_one(link.receivers[0]))
@@ -98,7 +98,7 @@ class EndsInABoundedError(TransportCase):
                 self.end(work)
 
     def test_a_sender_that_closes_half_way_ends_receive_with_an_error(self) -> None:
-        with self.link(model(1), timeout_s=0.5) as link:
+        with self.link(model(1), timeout_s=2) as link:
 
             def first_half() -> Pairs:
                 yield from items(model(1))
@@ -119,7 +119,7 @@ class EndsInABoundedError(TransportCase):
             yield from items(model(1))
             raise LookupError("planted")
 
-        with self.link(model(1), timeout_s=0.5) as link:
+        with self.link(model(1), timeout_s=2) as link:
             works = [self.start(partial(release_all, receiver)) for receiver in link.receivers]
             with at_most(15), raises(LookupError, match="planted"):
                 self.end(link.send_pairs(transfer(1, model(1)), broken()))
@@ -135,7 +135,7 @@ class EndsInABoundedError(TransportCase):
         self._lose_a_sender(signal.SIGKILL, timeout_s=5)
 
     def test_a_sender_process_that_is_stopped_before_it_connects_is_an_error_for_its_receiver(self) -> None:
-        with self._foreign_sender(timeout_s=0.3) as (peer, address, receiver):
+        with self._foreign_sender(timeout_s=1) as (peer, address, receiver):
             peer.signal(signal.SIGSTOP)
             with at_most(10), raises(TransportError, UpdateTimeoutError, match=A_SENDER):
                 self.soon(partial(connect_and_take_one, receiver, address))
@@ -188,7 +188,7 @@ class EndsInABoundedError(TransportCase):
             self.soon(lambda: take_one(link.receivers[0]))
 
     def test_a_chunk_of_a_broken_link_can_be_released(self) -> None:
-        with self.link(model(1), num_receivers=1, timeout_s=0.5) as link:
+        with self.link(model(1), num_receivers=1, timeout_s=2) as link:
             sending = link.send_without_end(model(1))
             chunk = self.soon(lambda: next(iter(link.receivers[0].receive(transfer(1, model(1))))))
             link.sender.abort()
@@ -255,7 +255,7 @@ class EndsInABoundedError(TransportCase):
             free.wait(self.patience_s)
             yield from endless(model(1))
 
-        with self.link(model(1), timeout_s=0.5) as link:
+        with self.link(model(1), timeout_s=2) as link:
             for receiver in link.receivers:
                 self.start(partial(release_all, receiver))
             sending = link.send_pairs(transfer(1, model(1)), source())
@@ -279,7 +279,7 @@ class EndsInABoundedError(TransportCase):
                     self.soon(call)
 
     def test_a_fresh_link_after_a_broken_one_is_exact(self) -> None:
-        with self.link(model(1), timeout_s=0.5, num_receivers=1) as link:
+        with self.link(model(1), timeout_s=2, num_receivers=1) as link:
             sending = link.send_without_end(model(1))
             self.soon(lambda: take_one(link.receivers[0]))
             self.soon(link.receivers[0].abort)
@@ -310,7 +310,7 @@ class EndsInABoundedError(TransportCase):
         self._warm_up()
         before, used = Footprint.at_rest(), []
         for _ in range(2):
-            with self.link(model(1), timeout_s=0.5) as link:
+            with self.link(model(1), timeout_s=2) as link:
                 sending = link.send_without_end(model(1))
                 time.sleep(0.05)
                 used.append(Footprint.now())
