@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -25,6 +26,12 @@ os.environ.update(
     RAY_DEDUP_LOGS="0",
     TOKENIZERS_PARALLELISM="false",
 )
+
+# A machine that does nothing for a moment is no fault of an example.
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
 
 Weights = dict[str, torch.Tensor]
 ENGINE_ARGUMENTS: dict[str, Any] = {

@@ -45,7 +45,7 @@ def unpack(filled: list[Bucket], tensors: Tensors) -> Tensors:
     return {name: from_bytes(found[name], t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sizes=st.lists(st.integers(0, 300), max_size=12), bucket_bytes=st.integers(1, 500))
 def test_whatever_the_sizes_every_byte_arrives_once_in_buckets_of_bounded_size(
     sizes: list[int], bucket_bytes: int

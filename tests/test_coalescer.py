@@ -473,12 +473,12 @@ def test_a_consumer_waits_at_most_its_bound_when_nothing_comes() -> None:
 @pytest.mark.parametrize("wait", [collect, Coalescer.wait_whole])
 def test_the_bound_starts_anew_with_every_byte_that_comes(wait: Callable[[Coalescer], object]) -> None:
     tensors = {"w": torch.randn(8)}
-    target = coalescer(tensors, timeout_s=0.4)
+    target = coalescer(tensors, timeout_s=1.5)
     data = as_bytes(tensors["w"])
 
     def produce() -> None:
         for start in range(0, 32, 4):
-            time.sleep(0.1)
+            time.sleep(0.25)
             target.put(Lent(target, [("w", start, data[start : start + 4])]).chunk)
         target.producer_done()
 
@@ -526,7 +526,7 @@ def updates(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int, bool]:
     return sizes, groups, draw(st.integers(1, 4)), draw(st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(update=updates(), data=st.data())
 def test_every_group_comes_out_once_with_exact_bytes(
     update: tuple[list[int], list[list[int]], int, bool], data: st.DataObject

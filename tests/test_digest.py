@@ -42,7 +42,7 @@ def test_text_digests_tell_parts_and_types_apart() -> None:
 pieces = st.tuples(st.sampled_from("abc"), st.integers(0, 99), st.integers(0, 99), st.integers(0, 2**64 - 1))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data(), found=st.lists(pieces, max_size=8), senders=st.integers(1, 3))
 def test_neither_order_nor_the_number_of_senders_matters(
     data: st.DataObject, found: list[tuple[str, int, int, int]], senders: int

@@ -156,7 +156,7 @@ def test_progress_tells_bytes_and_groups_of_each_engine_while_it_lasts() -> None
     assert (progress.version, progress.nbytes) == (1, 8)
     engine = progress.engines["engine 0"]
     assert (engine.nbytes, engine.groups, engine.num_groups) == (6, 0, 1)
-    assert 0.02 <= engine.seconds < 1
+    assert 0.02 <= engine.seconds < 10
 
 
 def test_a_party_that_is_silent_has_a_span_that_did_not_end() -> None:
@@ -165,9 +165,9 @@ def test_a_party_that_is_silent_has_a_span_that_did_not_end() -> None:
     there.flight.sent("engine 0", m.Prepare(version=1, staged=True))
     time.sleep(0.02)
     there.flight.end()
-    time.sleep(0.5)  # who is to blame is found out
+    time.sleep(3)  # who is to blame is found out
     attempt = there.flight.record(TransportError("gone", rank="engine 0 rank 0", phase="prepare"))
     span = spans_of(attempt, "engine 0 rank 0")["prepare"]
     assert not span.ended
-    assert 0.02 <= span.seconds <= attempt.seconds < 0.5
+    assert 0.02 <= span.seconds <= attempt.seconds < 3
     assert "engine 0 rank 0" not in attempt.clocks

@@ -33,7 +33,7 @@ def views(draw: st.DrawFn, base: torch.Tensor) -> torch.Tensor:
     return view
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_runs_are_the_elements_of_the_view_in_its_order(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -45,7 +45,7 @@ def test_runs_are_the_elements_of_the_view_in_its_order(data: st.DataObject) -> 
     assert Region.of(view).numel == view.numel()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_coverage_counts_what_a_counting_tensor_counts(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -62,7 +62,7 @@ def test_coverage_counts_what_a_counting_tensor_counts(data: st.DataObject) -> N
     assert found.exact == bool((counts == 1).all())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_region_finds_its_elements_again_in_another_storage(data: st.DataObject) -> None:
     shape = data.draw(shapes)

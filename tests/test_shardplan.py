@@ -73,7 +73,7 @@ def as_torch(split: Split | None) -> Placement:
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_local_shards_are_torch_s(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 13), max_size=3)))
@@ -161,7 +161,7 @@ def views(draw: st.DrawFn, base: torch.Tensor) -> torch.Tensor:
     return view
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_read_finds_its_elements_in_the_smallest_box(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
@@ -182,7 +182,7 @@ def test_a_read_finds_its_elements_in_the_smallest_box(data: st.DataObject) -> N
     assert torch.equal(region_in(region, shape, read.box).view_in(read.box.of(base).contiguous()), view)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_copy_of_a_grid_is_the_copies_of_what_of_it_lies_in_each_box(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
@@ -236,7 +236,7 @@ boxes_of_a_tensor = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(boxes=boxes_of_a_tensor)
 def test_boxes_are_fused_and_separated(boxes: list[Box]) -> None:
     def painted(some: Sequence[Box]) -> torch.Tensor:
@@ -317,7 +317,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(manifest, whole, holdings, local, maps, list(common_groups(manifest, maps)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(world=worlds())
 def test_pulls_bring_every_needed_element_once_from_a_rank_that_holds_it(world: World) -> None:
     plan = world.plan()
@@ -385,7 +385,7 @@ def test_pulls_bring_every_needed_element_once_from_a_rank_that_holds_it(world: 
         assert np.array_equal(np.asarray(traffic).sum(axis=0), sent)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(world=worlds())
 def test_what_ranks_hold_and_need_survives_the_wire(world: World) -> None:
     for holdings in world.holdings:
@@ -397,7 +397,7 @@ def test_what_ranks_hold_and_need_survives_the_wire(world: World) -> None:
         assert (found, found.digest) == (needs, needs.digest)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(world=worlds(), seed=st.integers(0, 2**16))
 def test_equal_inputs_give_equal_plans_in_whatever_order_they_come(world: World, seed: int) -> None:
     shuffle = random.Random(seed)
@@ -439,7 +439,7 @@ def layers(num: int, shape: Shape = (64, 64)) -> Manifest:
     return Manifest(tuple(TensorMeta(f"layer.{i}.weight", "float32", shape) for i in range(num)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20),
     num_trainers=st.integers(1, 9),
@@ -587,7 +587,7 @@ def test_a_load_map_of_another_manifest_is_refused() -> None:
         Needs.of(LoadMap((beyond,), (), ()), layers(1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(loads=st.lists(st.integers(0, 50), min_size=1, max_size=6), unit=st.integers(0, 9), count=st.integers(0, 60))
 def test_filling_makes_the_largest_load_as_small_as_it_can_be(loads: list[int], unit: int, count: int) -> None:
     greedy = list(loads)

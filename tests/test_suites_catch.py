@@ -284,11 +284,11 @@ FAULTS: list[tuple[type[SenderTransport], type[ReceiverTransport], str, str]] = 
 class Buckets(TransportSuite):
     transport = "third party"
     settings: ClassVar = {"staging_limit_bytes": 128 << 10}
-    settle_s = 0.5
+    settle_s = 1.5
 
 
 class Impatient(Buckets):
-    patience_s = 1.5
+    patience_s = 3
 
 
 @pytest.fixture(autouse=True)

@@ -102,7 +102,7 @@ class Boxed(MadeUp):
         getattr(plan, "box", []).append(self.model)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     modules=drawn_modules(),
     config=st.sampled_from(WAYS[:2] + WAYS[3:]),
@@ -130,7 +130,7 @@ def test_random_engines_are_as_after_a_reload(
                 assert mode == "audit"
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(modules=drawn_modules(), config=st.sampled_from(WAYS[:2] + WAYS[3:]))
 def test_random_engines_that_only_copy_are_copied(modules: list[Drawn], config: dict[str, Any]) -> None:
     for drawn in modules:

@@ -272,7 +272,7 @@ def any_evidence(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Evidence:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(any_evidence())
 def test_whatever_the_evidence_each_finding_that_is_not_green_has_a_cure(e: Evidence) -> None:
     findings = diagnose(e)

@@ -177,7 +177,7 @@ def test_ties_are_told(parties: Parties) -> None:
 
 
 def test_an_actor_that_is_busy_or_gone_or_of_many_threads_is_named(parties: Parties) -> None:
-    busy = parties.trainers[1].sleep.remote(4)
+    busy = parties.trainers[1].sleep.remote(9)
     findings = faults(
         examine(
             trainers=parties.trainers,

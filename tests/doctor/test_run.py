@@ -76,6 +76,10 @@ def test_examples_are_well_a_fault_is_red_and_a_signal_ends_it(tmp_path: Path) -
         assert list(folder.iterdir()) == []  # no records: nothing was run
 
 
+SLOW = "for a call that does nothing"
+"""Four at once on two cores may be told so."""
+
+
 def check_runs(
     well: subprocess.Popen[str],
     sharded: subprocess.Popen[str],
@@ -90,14 +94,15 @@ def check_runs(
     output, errors = well.communicate(timeout=200)
     assert well.returncode == 0, errors
     findings = [Finding(**finding) for finding in json.loads(output)]
-    assert {finding.level for finding in findings} == {"green"}, output
+    assert all(finding.level == "green" or SLOW in finding.found for finding in findings), output
     assert {finding.topic for finding in findings} == {
         "start", "versions", "gpus", "transports", "engines", "weights", "memory", "estimate"
     }  # fmt: skip
 
     output, errors = sharded.communicate(timeout=200)
     assert sharded.returncode == 0, errors
-    assert output.splitlines()[-1].endswith(" green, 0 yellow, 0 red"), output
+    assert re.fullmatch(r"\d+ green, \d+ yellow, 0 red", output.splitlines()[-1]), output
+    assert all(" took " in line for line in output.splitlines() if line.startswith("  yellow")), output
     assert "sharded_rdt for trainer 0 -> engine 0 rank 0, trainer 0 -> engine 1 rank 0, " in output
 
     output, errors = ill.communicate(timeout=200)

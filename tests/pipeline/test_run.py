@@ -234,7 +234,11 @@ def cluster() -> Iterator[RunningCluster]:
             yield RunningCluster(address, f"http://127.0.0.1:{ports[1]}", env)
         finally:
             ray.terminate()
-            ray.wait(timeout=60)
+            try:
+                ray.wait(timeout=60)
+            finally:
+                ray.kill()
+                ray.wait()
 
 
 def free_ports(count: int) -> list[int]:
@@ -245,7 +249,7 @@ def free_ports(count: int) -> list[int]:
 
 def address_of(log: Path, port: int, ray: subprocess.Popen[str]) -> str:
     """What `ray start` says once all of it runs."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline and ray.poll() is None:
         text = log.read_text()
         if "This command will now block" in text and (found := re.search(rf"[\d.]+:{port}\b", text)):

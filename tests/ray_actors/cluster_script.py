@@ -96,7 +96,7 @@ def main() -> None:
         assert nodes == [cluster.head_node.node_id, cluster.head_node.node_id, far.node_id], nodes
         print("transports follow the nodes", flush=True)
 
-        ray.get(trainer.step.remote(0.5))
+        ray.get(trainer.step.remote(1.5))
         before = ray.get(near.weights.remote())
         threading.Timer(0.7, cluster.remove_node, (far,), {"allow_graceful": False}).start()
         started = time.monotonic()

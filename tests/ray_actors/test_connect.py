@@ -39,7 +39,7 @@ class Model:
 
     def slowly(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.model.state_dict().items():
-            time.sleep(0.2)
+            time.sleep(0.4)
             yield name, tensor
 
     def change(self, seed: int) -> None:

@@ -36,13 +36,15 @@ class Model:
     def pid(self) -> int:
         return os.getpid()
 
-    def slowly(self, seconds: float, begun: Path | None = None) -> None:
-        """From now on wait before each tensor, and tell by a file when the first is asked for."""
-        self.seconds, self.begun = seconds, begun
+    def slowly(self, seconds: float, begun: Path | None = None, until: Path | None = None) -> None:
+        """From now on wait before each tensor, and tell by a file when the first is asked for; it waits until another is there."""
+        self.seconds, self.begun, self.until = seconds, begun, until
 
     def source(self) -> Any:
         if (begun := getattr(self, "begun", None)) is not None:
             begun.touch()
+        if (until := getattr(self, "until", None)) is not None:
+            wait_for(until, 15)
         for name, tensor in self.model.state_dict().items():
             time.sleep(getattr(self, "seconds", 0))
             yield name, tensor
@@ -76,10 +78,10 @@ def kill(actor: Any) -> None:
     raise AssertionError("Ray did not restart the actor")
 
 
-def wait_for(file: Path) -> None:
-    deadline = time.monotonic() + 60
+def wait_for(file: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
     while not file.exists():
-        assert time.monotonic() < deadline, "the update has not begun in 60 s"
+        assert time.monotonic() < deadline, f"no {file.name} in {seconds} s"
         time.sleep(0.01)
 
 
@@ -136,7 +138,7 @@ def test_a_coordinator_that_dies_in_mid_update_is_replaced_and_versions_go_on(
     with connect(trainer, [engine, other], retries=retries, version_log=str(tmp_path / "log")) as sync:
         version = sync.update().version
         begun = tmp_path / "begun"
-        ray.get([trainer.step.remote(), trainer.slowly.remote(0.3, begun)])
+        ray.get([trainer.step.remote(), trainer.slowly.remote(1, begun)])
 
         def kill_in_mid_update() -> None:
             wait_for(begun)
@@ -160,13 +162,16 @@ def test_a_coordinator_that_dies_in_mid_update_is_replaced_and_versions_go_on(
 def test_a_weight_sync_that_is_in_mid_update_cannot_be_taken_over(actors: list[Any], tmp_path: Path) -> None:
     trainer, engine, other = actors
     with connect(trainer, [engine]) as sync:
-        ray.get(trainer.slowly.remote(1, tmp_path / "begun"))
+        ray.get(trainer.slowly.remote(0, tmp_path / "begun", tmp_path / "refused"))
         updating = threading.Thread(target=sync.update)
         updating.start()
-        wait_for(tmp_path / "begun")
-        with pytest.raises(ws.EngineStateError, match="another weight sync is in the middle of an update"):
-            connect(trainer, [other])
-        updating.join()
+        try:
+            wait_for(tmp_path / "begun")
+            with pytest.raises(ws.EngineStateError, match="another weight sync is in the middle of an update"):
+                connect(trainer, [other])
+        finally:
+            (tmp_path / "refused").touch()
+            updating.join()
         ray.get(trainer.slowly.remote(0))
         assert same(trainer, engine)
     with connect(trainer, [other]) as sync:

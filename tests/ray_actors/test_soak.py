@@ -122,7 +122,7 @@ def test_updates_with_a_fault_in_every_fifth_leave_everything_flat(transport: st
     trainer, *engines = (ray.remote(Model).options(num_cpus=0.1, max_restarts=-1).remote() for _ in range(3))
     actors = [trainer, *engines]
     ray.get([actor.pid.remote() for actor in actors])
-    config = {"timeout_s": 2, "transport": transport}
+    config = {"timeout_s": 3, "transport": transport}
     failed = committed = 0
     before: list[Size] = []
     with ws.connect(trainers=[trainer], engines=engines, source="model", target="model", config=config) as sync:
@@ -136,7 +136,7 @@ def test_updates_with_a_fault_in_every_fifth_leave_everything_flat(transport: st
                 pid = ray.get(victim.pid.remote())
                 ray.get(victim.arm.remote(fault))
                 if fault.action == "stop":
-                    threading.Timer(3.5, os.kill, (pid, signal.SIGCONT)).start()
+                    threading.Timer(5, os.kill, (pid, signal.SIGCONT)).start()
             try:
                 report = sync.update()
             except ws.WeightSyncError:

@@ -43,7 +43,7 @@ class TestBroadcastApart(MovesExactBytes):
 @pytest.mark.parametrize(("number", "state"), [(signal.SIGKILL, "gone"), (signal.SIGSTOP, "stopped")])
 def test_a_lost_process_is_named_with_what_became_of_it(number: signal.Signals, state: str) -> None:
     case = TestBroadcastApart()
-    with case.link(model(1), timeout_s=1) as link:
+    with case.link(model(1), timeout_s=3) as link:
         lost: EndProcess = link.receivers[1].process  # type: ignore[attr-defined]
         reading = case.start(partial(release_all, link.receivers[0]))
         case.start(partial(release_all, link.receivers[1]))

@@ -36,7 +36,7 @@ def planned(items: Sequence[Item], bucket_bytes: int, num_buckets: int = 3, *, d
     return PlannedBuckets(1, items, buckets, digest=digest)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=30),
     bucket_bytes=st.integers(256, 4096),
@@ -86,7 +86,7 @@ def test_one_bucket_of_planned_bytes_has_room_for_all(sizes: list[int]) -> None:
     assert len(planned(items, planned_bytes(meta for meta, _ in items)).payloads) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(many=st.floats(0, 500), largest=st.integers(256, 1 << 31))
 def test_the_first_and_the_last_of_many_buckets_are_small(many: float, largest: int) -> None:
     sizes = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -114,7 +116,7 @@ def test_a_sidecar_that_was_killed_is_named_and_a_new_one_takes_its_place(lost: 
     with suite.link(model(1), num_receivers=1, timeout_s=10) as link:
         link.move(1, model(1))
         name = sidecars.name(lost)
-        ray.kill(sidecars.actor(lost), no_restart=False)
+        os.kill(ray.get(sidecars.actor(lost).__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         sending = link.send(transfer(2, model(2)), model(2))
         with pytest.raises((TransportError, UpdateTimeoutError), match="sidecar of"):
             suite.soon(lambda: receive_all(link.receivers[0], transfer(2, model(2))))

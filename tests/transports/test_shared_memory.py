@@ -314,7 +314,7 @@ def test_a_receiver_that_keeps_a_bucket_too_long_is_a_timeout_that_names_it() ->
     tensors = {"w": torch.randn(BIG)}
     manifest = Manifest.from_tensors(tensors)
     settings = LinkContext(
-        sender=0, num_receivers=1, host="", token="t", timeout_s=0.3, bucket_bytes=1 << 16,
+        sender=0, num_receivers=1, host="", token="t", timeout_s=1.5, bucket_bytes=1 << 16,
         staging_limit_bytes=1 << 18, digest=True,
     )  # fmt: skip
     sender, receiver = SharedMemorySender(settings), SharedMemoryReceiver(settings, receiver=0)
