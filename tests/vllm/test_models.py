@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import weightsync as ws
+from tests.vllm.processor import ON_CPU, packs_convolution, packs_linear
 from weightsync.report import RankRow
 from weightsync.sender import SenderRank
 from weightsync.session import Session
@@ -22,14 +23,13 @@ from weightsync.testing.models import tiny_mamba, tiny_mla, tiny_qwen3_next, tin
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-ON_CPU = not torch.cuda.is_available()
 PACKED = "is not kept as it is loaded"
 
 
 class Kind(NamedTuple):
     make: Callable[[int, Path], object]
-    reloaded: dict[str, str]
-    """Module groups that must not be copied -> a part of the reason."""
+    reloaded: Callable[[], dict[str, str]] = dict
+    """Module groups that must not be copied on this machine -> a part of the reason."""
     copied: tuple[str, ...] = ()
     """Those that are, on a CPU."""
     only: tuple[str, ...] = ()
@@ -46,26 +46,26 @@ KINDS = {
     # W_UK_T and W_UV are views of kv_b_proj here, so that a copy reaches them too.
     "mla": Kind(
         tiny_mla,
-        {"model.layers.1.self_attn.q_b_proj": PACKED} if ON_CPU else {},
+        lambda: {"model.layers.1.self_attn.q_b_proj": PACKED} if packs_linear() else {},
         copied=("model.layers.0.self_attn.kv_b_proj", "model.layers.0.input_layernorm"),
         only=("model.layers.0.self_attn.kv_b_proj.weight",),
         on_gpu={"attention_backend": "TRITON_MLA"},
     ),
     "tied": Kind(
         tiny_tied,
-        {"lm_head": "handler_tensor, which no tensor feeds"} if ON_CPU else {},
+        lambda: {"lm_head": "handler_tensor, which no tensor feeds"} if packs_linear() else {},
         copied=("model.layers.1.input_layernorm",),
         only=("model.embed_tokens.weight",),
     ),
     "gated delta": Kind(
         tiny_qwen3_next,
-        {"model.layers.0.linear_attn.conv1d": PACKED} if ON_CPU else {},
+        lambda: {"model.layers.0.linear_attn.conv1d": PACKED} if packs_convolution() else {},
         copied=("model.layers.0.input_layernorm",),
         only=("model.layers.0.linear_attn.A_log", "model.layers.0.linear_attn.conv1d.weight"),
     ),
     "mamba": Kind(
         tiny_mamba,
-        {"backbone.layers.0.mixer": ""},
+        lambda: {"backbone.layers.0.mixer": ""},
         only=("backbone.layers.0.mixer.A_log", "backbone.layers.0.mixer.conv1d.weight"),
         on_gpu={"enable_prefix_caching": False},  # a block of its cache is smaller than a chunk of its kernel
     ),
@@ -148,7 +148,7 @@ def test_an_engine_equals_a_fresh_one_after_each_update(
         assert [rows[i].num_skipped > 0 for i in (0, 1, 2, 5, 6)] == [False, False, True, True, True]
         assert rows[-2].nbytes == rows[-2].reloads == 0
         return
-    for key, reason in models.kind.reloaded.items():
+    for key, reason in models.kind.reloaded().items():
         assert reason in rows[-1].reloaded[key]
     if ON_CPU and settings == {"apply": "staged"}:
         assert not {*models.kind.copied} & rows[-1].reloaded.keys()
@@ -162,7 +162,7 @@ def test_an_engine_that_quantises_what_it_loads_equals_a_fresh_one(
     folders = make_folders(tiny_tied, ("model.layers.0.mlp.up_proj.weight",), tmp_path, load_weights)
     engines = [start_llm(folder, quantization="fp8") for folder in folders]
     expected = [outputs(llm) for llm in engines]
-    kind = Kind(tiny_tied, {})
+    kind = Kind(tiny_tied)
     models = Models(kind, tuple(folders), tuple(map(load_weights, folders)), engines[0])  # type: ignore[arg-type]
     for settings in SETTINGS:
         sync = Connected(models, vllm_party, **settings)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.peers import EXPERT_SHARD, LAYOUTS, SHARD, WHOLE_MODULE
+from tests.vllm.processor import packs_linear
 
 pytestmark = [
     pytest.mark.vllm,
@@ -25,6 +26,11 @@ pytestmark = [
 
 Found = dict[str, dict[str, dict[str, dict[str, Any]]]]
 """Layout -> case -> "vllm" or "weightsync" -> outcome."""
+
+
+def is_plain(layout: str) -> bool:
+    """Whether linear weights stay as they are loaded."""
+    return layout.startswith("plain") or not packs_linear()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def test_vllm_accepts_an_update_that_lacks_a_shard_and_serves_memory_that_nobody
 ) -> None:
     outcome = found[layout][case]["vllm"]
     assert outcome["words"] == "WRONG, silent"
-    if "expert" in case or layout.startswith("plain"):  # packed weights of Linear layers cannot be looked into
+    if "expert" in case or is_plain(layout):  # packed weights of Linear layers cannot be looked into
         assert outcome["unwritten"] > 0
 
 
@@ -79,7 +85,7 @@ def test_weightsync_names_what_never_came_and_the_old_version_is_served(
 def test_vllm_counts_a_tensor_that_comes_twice_as_two(layout: str, found: Found) -> None:
     assert found[layout]["a shard of an expert comes twice"]["vllm"]["words"] == "WRONG, silent"
     outcome = found[layout]["a shard of qkv comes twice"]["vllm"]
-    if layout.startswith("plain"):
+    if is_plain(layout):
         assert outcome["words"] == "exact", "the late shard goes straight into the live weights, which have its layout"
     else:
         assert outcome["words"] == "AttributeError, then crash (NotImplementedError)"
@@ -110,7 +116,7 @@ def test_weightsync_serves_the_old_version_after_a_transfer_that_broke(layout: s
 def test_a_whole_retry_with_vllm_goes_on_counting_where_the_broken_update_ended(layout: str, found: Found) -> None:
     assert found[layout]["it breaks within the experts, then a whole retry"]["vllm"]["words"] == "WRONG, silent"
     outcome = found[layout]["it breaks within qkv, then a whole retry"]["vllm"]
-    if layout.startswith("plain"):
+    if is_plain(layout):
         assert outcome["words"] == "exact", "by luck, as when a shard comes twice"
     else:
         assert outcome["words"] == "AttributeError, then crash (NotImplementedError)"
