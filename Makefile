@@ -6,7 +6,8 @@ PIPELINE ?= examples/pipelines/rl_smollm2.yaml
 # test that fails while others take its cores has to pass alone.
 WORKERS ?= 2
 # One GPU for the trainer and both engines of the demo, where there is one.
-ON_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),trainer.resources.num_gpus=0.3 engines.resources.num_gpus=0.35 engines.arguments.gpu_memory_utilization=0.25)
+ON_GPU := $(if $(shell nvidia-smi -L 2>/dev/null),trainer.resources.num_gpus=0.3 engines.resources.num_gpus=0.35 \
+	$(if $(shell grep "kind: vllm" $(PIPELINE)),engines.arguments.gpu_memory_utilization=0.25))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test bench docs clean

@@ -58,7 +58,7 @@ def connect(
 
     Raises:
         ConfigError: a setting, `source` or `target` is wrong.
-        AgreementError: trainer ranks disagree on a tensor.
+        AgreementError: trainer ranks disagree on a tensor, or the processes on a version of torch or weightsync.
         ManifestError: an engine's loader refuses a name or a shape.
         EngineStateError: an engine cannot be updated as it is, the worker extension is missing, for instance.
         TransportError: an actor is gone, or a link cannot be made.
@@ -151,7 +151,8 @@ class WeightSync:
 
         Raises:
             WeightSyncError: one of its kinds; every engine then serves the version it had, unless the error is
-                EnginePoisonedError. A later update starts afresh.
+                EnginePoisonedError, or CoordinatorLostError: then what was decided goes on, and `version` tells which it
+                was. A later update starts afresh.
         """
         started = time.perf_counter()
         try:

@@ -46,9 +46,10 @@ def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | N
     elif isinstance(engine, EngineAdapter):
         kind = AdapterSide
     else:
+        lacking = [name for name in ("load_map", "check_ready", "apply") if not hasattr(engine, name)]
         raise ConfigError(
             f"target: a {type(engine).__name__} is no engine; expected a torch.nn.Module, a vllm.LLM, a "
-            "vllm AsyncLLM, or an EngineAdapter",
+            f"vllm AsyncLLM, or an EngineAdapter (it lacks {', '.join(lacking) or 'nothing of that'})",
             key="target",
         )
     side = kind(engine, lambda: locate(actor, target, key="target"))

@@ -75,7 +75,9 @@ class VllmEngineActor:
 
         SamplingParams(**sampling)  # a wrong one shows now, not after minutes
         self.sampling = sampling
-        self.target = LLM(**{"model": model, **arguments, "worker_extension_cls": EXTENSION})
+        # In a placement group vLLM would take Ray for its ranks, which allows one GPU a bundle; all of this actor's are in one.
+        ranks = {"distributed_executor_backend": "mp"} if arguments.get("tensor_parallel_size", 1) != 1 else {}
+        self.target = LLM(**{"model": model, **ranks, **arguments, "worker_extension_cls": EXTENSION})
 
     def answers(self) -> bool:
         return True

@@ -96,7 +96,7 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
         ({"timeout_s": 0}, "timeout_s", "must be more than 0"),
         ({"timeout_s": float("nan")}, "timeout_s", "must be more than 0"),
         ({"timeout_s": float("inf")}, "timeout_s", "finite"),
-        ({"apply": "stagd"}, "apply", "invalid enum value 'stagd'"),
+        ({"apply": "stagd"}, "apply", "expected one of auto, staged, streaming, got 'stagd'; did you mean 'staged'?"),
         ({"digest": "yes"}, "digest", "expected `bool`"),
         ({"bucket_bytes": "16 cows"}, "bucket_bytes", "'16 cows' is not a size; write for example"),
         ({"bucket_bytes": 0}, "bucket_bytes", "must be more than 0 bytes, is 0"),
@@ -104,7 +104,13 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
         ({"transport": [{"use": 3}]}, "transport[0].use", "expected `str`"),
         ({"transport": [{"use": "a"}, {"usee": "b"}]}, "transport[1].usee", "did you mean 'use'"),
         ({"transport": [{"zzz": 1, "use": "a"}]}, "transport[0].zzz", "known keys: use, same_host"),
-        ({"on_commit": ["flush"]}, "on_commit[0]", "invalid enum value 'flush'"),
+        (
+            {"on_commit": ["flush"]},
+            "on_commit[0]",
+            "expected one of flush_prefix_cache, reset_mm_cache, .*, got 'flush'",
+        ),
+        ({"wire_dtype": {"*": "bf16"}}, "wire_dtype.*", "'bf16' is no floating-point dtype of torch; write bfloat16"),
+        ({"wire_dtype": {"*": "int8"}}, "wire_dtype.*", "'int8' is no floating-point dtype"),
     ],
 )
 def test_a_mistake_is_told_with_its_key_and_a_hint(data: dict[str, Any], key: str, match: str) -> None:
@@ -115,7 +121,7 @@ def test_a_mistake_is_told_with_its_key_and_a_hint(data: dict[str, Any], key: st
 
 
 def test_keywords_are_checked_too() -> None:
-    with pytest.raises(ConfigError, match="apply: invalid enum value 'stagd'"):
+    with pytest.raises(ConfigError, match="apply: expected one of auto, staged, streaming, got 'stagd'"):
         SyncConfig.load(SyncConfig(apply="stagd"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="bucket_bytes"):
         SyncConfig(bucket_bytes="much")

@@ -272,3 +272,18 @@ def test_extra_state_that_is_no_tensor_is_left_out() -> None:
 def test_a_name_that_comes_twice_is_refused_when_it_is_announced() -> None:
     with pytest.raises(ManifestError, match="a stands in the manifest twice"):
         source(lambda: iter([("a", torch.ones(1)), ("a", torch.ones(1))])).manifest()
+
+
+@pytest.mark.parametrize(
+    ("get", "match"),
+    [
+        (lambda: {"model": HELD}, "a mapping without a tensor: 'model' is a dict; expected name -> torch.Tensor"),
+        (lambda: HELD.values(), r"must yield \(name, tensor\) pairs, it yields Tensor; name the module itself"),
+        (lambda: 3, "it yields int"),
+    ],
+    ids=["nested", "no names", "a number"],
+)
+def test_what_is_no_source_is_told_with_what_it_is(get: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        source(get).manifest()
+    assert caught.value.key == "source"

@@ -229,7 +229,7 @@ class GroupAssembly(Arrival):
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise UpdateTimeoutError(
                         f"no room to stage module group {group.spec.key} for {self._timeout_s:g} s: "
-                        f"{self._used_bytes} of {self.staging_limit_bytes} bytes are in use"
+                        f"{self._used_bytes} of {self.staging_limit_bytes} bytes are in use (staging_limit_bytes)"
                     )
         finally:
             self._waiting_producers -= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 import yaml
@@ -37,6 +37,20 @@ def parse_bytes(value: int | str, *, key: str) -> int:
     if value <= 0:
         raise ConfigError(f"{key}: must be more than 0 bytes, is {value}", key=key)
     return value
+
+
+def floating_dtype(name: str, *, key: str) -> Any:
+    """The floating-point dtype of torch that *name* is ("bfloat16", "torch.bfloat16").
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import torch  # where no dtype is named, a config is checked without it
+
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"{key}: {name!r} is no floating-point dtype of torch; write bfloat16, for example", key=key)
+    return found
 
 
 class TransportRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,10 +87,10 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Staging memory that one rank, trainer or engine, may hold for updates; links that carry slices share it."""
     bucket_bytes: int | str = "8MiB"
     """Size of a transport's bucket in CPU memory, and of the steps in which bytes are announced and verified."""
+    gpu_bucket_bytes: int | str = "512MiB"
+    """Size of a bucket in GPU memory, where cuda_ipc has two of them and each link of broadcast four."""
     min_bandwidth_bytes: int | str | None = None
     """sharded_rdt: refuse a link that is slower than so many bytes a second when it opens; None: only log what was measured."""
-    gpu_bucket_bytes: int | str = "512MiB"
-    """The same in GPU memory, where cuda_ipc has two of them and broadcast four."""
     digest: bool = True
     """Digest every byte on both sides, before the vote."""
     wire_dtype: dict[str, str] = {}
@@ -127,6 +141,8 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if self.min_bandwidth_bytes is not None:
             nbytes = parse_bytes(self.min_bandwidth_bytes, key="min_bandwidth_bytes")
             msgspec.structs.force_setattr(self, "min_bandwidth_bytes", nbytes)
+        for pattern, name in self.wire_dtype.items():
+            floating_dtype(name, key=f"wire_dtype.{pattern}")
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout_s: must be more than 0 and finite, is {self.timeout_s:g}", key="timeout_s")
         if self.audit_every < 1:
@@ -222,7 +238,17 @@ def _explain(error: msgspec.ValidationError, kind: type) -> ConfigError:
         near = difflib.get_close_matches(unknown[1], known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return ConfigError(f"{key}: unknown key; {hint}", key=key)
+    if value := re.fullmatch(r"Invalid enum value '(.*)'", text):
+        options = _texts(get_type_hints(kind).get(key.partition("[")[0]))
+        near = difflib.get_close_matches(value[1], options, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return ConfigError(f"{key}: expected one of {', '.join(options)}, got {value[1]!r}{hint}", key=key or None)
     return ConfigError(f"{key or 'config'}: {text[:1].lower()}{text[1:]}", key=key or None)
+
+
+def _texts(hint: Any) -> list[str]:
+    """The texts that a type allows, itself or as its items."""
+    return [hint] if isinstance(hint, str) else [text for part in get_args(hint) for text in _texts(part)]
 
 
 def _line_of(root: yaml.Node | None, key: str) -> int:

@@ -48,7 +48,11 @@ def record_load_map(
             recorder.note_replaced()
     except Exception as error:
         if not _wants_data(error):
-            raise ManifestError(f"the engine's loader refuses the manifest: {type(error).__name__}: {error}") from error
+            raise ManifestError(
+                f"the engine's loader refuses the trainers' names or shapes: {type(error).__name__}: {error}. They send "
+                f"{manifest.tensors[0].name}, ...: names must be those of a checkpoint that the engine loads, without a wrapper's "
+                "prefix (module., _orig_mod.)"
+            ) from error
         reason = f"the loader cannot run without data ({type(error).__name__}: {error})"
         return LoadMap.from_fallback(manifest, targets, reason)
     if recorder.strays:

@@ -178,6 +178,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
             f"{count} {what}"
             for what, count in (
                 ("names feed nothing", max((len(load.unmapped) for load in self.load), default=0)),
+                ("engine parameters fed by nothing", max((len(load.unfed) for load in self.load), default=0)),
                 ("parameters written in part", max((len(load.partial) for load in self.load), default=0)),
                 ("module groups unchanged and left out", self.num_skipped),
                 ("engines poisoned", len(self.poisoned)),

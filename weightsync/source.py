@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from weightsync.config import floating_dtype
 from weightsync.errors import ConfigError, ManifestError, WeightSyncError
 from weightsync.holdings import Holdings
 from weightsync.manifest import Manifest, TensorMeta, TieFinder
@@ -323,6 +324,12 @@ class TrainerSource:
         if isinstance(source, Mapping):
             # A state_dict may hold extra state that is no tensor; engines load tensors only.
             pairs = [(name, t) for name, t in source.items() if isinstance(t, torch.Tensor)]
+            if source and not pairs:
+                raise ConfigError(
+                    f"source is a mapping without a tensor: {next(iter(source))!r} is a {type(next(iter(source.values()))).__name__}; "
+                    "expected name -> torch.Tensor, as state_dict() gives",
+                    key="source",
+                )
         elif isinstance(source, (list, tuple)):
             pairs = list(_checked_pairs(source))
         elif isinstance(source, Iterable):
@@ -348,11 +355,7 @@ class TrainerSource:
         """What the first pattern of `wire_dtype` that fits makes of a floating-point tensor."""
         for pattern, wire in self._wire_dtype.items():
             if fnmatch.fnmatchcase(name, pattern):
-                found = getattr(torch, wire.removeprefix("torch."), None)
-                if not isinstance(found, torch.dtype) or not found.is_floating_point:
-                    raise ConfigError(
-                        f"wire_dtype: {wire!r} is no floating-point dtype of torch", key=f"wire_dtype.{pattern}"
-                    )
+                found: torch.dtype = floating_dtype(wire, key=f"wire_dtype.{pattern}")
                 return found
         return None
 
@@ -401,5 +404,9 @@ def _checked_pairs(source: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
             and isinstance(pair[0], str)
             and isinstance(pair[1], torch.Tensor)
         ):
-            raise ConfigError(f"source must yield (name, tensor) pairs, it yields {type(pair).__name__}", key="source")
+            raise ConfigError(
+                f"source must yield (name, tensor) pairs, it yields {type(pair).__name__}; name the module itself, or yield "
+                "named_parameters()",
+                key="source",
+            )
         yield pair[0], pair[1]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
+from weightsync.chunk import aligned
 from weightsync.config import SyncConfig, TransportRule
 from weightsync.doctor.diagnosis import TOPICS, diagnose
 from weightsync.doctor.engines import split_cure
@@ -21,6 +22,7 @@ from weightsync.doctor.estimate import seconds_of
 from weightsync.doctor.evidence import ActorFacts, Evidence, Process, Trouble
 from weightsync.doctor.facts import GpuFacts, ProcessFacts, Rates
 from weightsync.doctor.finding import Check, Finding, exit_code
+from weightsync.doctor.memory import needs_of
 from weightsync.doctor.rendering import as_json, show
 from weightsync.identity import Identity
 from weightsync.manifest import Manifest, TensorMeta
@@ -308,3 +310,16 @@ def test_findings_are_plain_aligned_lines_where_there_is_no_terminal() -> None:
 def test_a_finding_that_is_not_green_cannot_be_made_without_a_cure() -> None:
     with pytest.raises(AssertionError, match="needs a cure"):
         Check("a", "b").yellow("c", cure="")
+
+
+def test_each_link_over_nccl_holds_four_buckets_at_both_ends() -> None:
+    one = evidence("A", "B", config=SyncConfig(transport="broadcast", gpu_bucket_bytes="1MiB"))
+    two = replace(
+        one,
+        processes={"trainer 1": one.processes["trainer 0"], **one.processes},
+        owned=dict.fromkeys(("trainer 0", "trainer 1"), 8 << 20),
+    )
+    staged = sum(aligned(meta.nbytes) for meta in MANIFEST.tensors)
+    needs = needs_of(two)
+    assert needs["trainer 0"].gpu_bytes == needs["trainer 1"].gpu_bytes == 4 << 20
+    assert needs["engine 0 rank 0"].gpu_bytes == 2 * (4 << 20) + staged

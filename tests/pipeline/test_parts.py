@@ -6,12 +6,16 @@ import importlib
 import io
 import json
 import math
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 from rich.console import Console
 
 from weightsync.cli import main
@@ -21,8 +25,9 @@ from weightsync.pipeline.config import schema
 from weightsync.pipeline.display import Display
 from weightsync.pipeline.document import Document, dump
 from weightsync.pipeline.records import Records, config_text, submission_id
+from weightsync.ray_actors.pipeline_actors import VllmEngineActor
 from weightsync.ray_actors.pipeline_fleet import RunError, explain
-from weightsync.report import EngineProgress, Progress, UpdateReport
+from weightsync.report import EngineProgress, LoadSummary, Progress, UpdateReport
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "pipelines").glob("*.yaml"))
@@ -204,3 +209,29 @@ def test_the_file_in_the_documentation_fits_the_schema() -> None:
     text = (ROOT / "docs" / "pipelines.md").read_text()
     block = text.split("```yaml\n")[1].split("```")[0]
     importlib.import_module("jsonschema").validate(yaml.safe_load(block.replace("3e-5", "0.00003")), schema())
+
+
+def test_a_report_says_what_no_trainer_feeds() -> None:
+    assert "nothing" not in str(report())
+    load = LoadSummary(rank="engine 0 rank 0", num_groups=1, largest_group="a", largest_group_bytes=1, unfed=("b", "c"))
+    assert "2 engine parameters fed by nothing" in str(replace(report(), load=(load,)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backend"),
+    [
+        ({}, None),
+        ({"tensor_parallel_size": 2}, "mp"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray"),
+    ],
+)
+def test_ranks_of_a_vllm_are_processes_of_its_actor(
+    arguments: dict[str, Any], backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM is asked for; with several GPUs in one bundle its own choice would not start."""
+    asked: dict[str, Any] = {}
+    module = SimpleNamespace(LLM=lambda **given: asked.update(given), SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    VllmEngineActor().build("a model", arguments, {})
+    assert asked.get("distributed_executor_backend") == backend
+    assert asked["worker_extension_cls"].endswith("WeightSyncWorkerExtension")

@@ -18,6 +18,7 @@ import ray
 import torch
 
 import weightsync as ws
+from examples.vllm_actors import AsyncRollouts, Rollouts
 from weightsync.chunk import ALIGNMENT_BYTES
 from weightsync.geometry import coverage
 from weightsync.loadmap import LoadMap
@@ -88,11 +89,9 @@ class ShardedTrainer:
         DTensor.full_tensor = refuse  # type: ignore[assignment, method-assign]
 
 
-class Engine:
+class Engine(Rollouts):
     def __init__(self, folder: str, arguments: dict[str, Any], run: Callable[[Any], Any]) -> None:
-        from vllm import LLM
-
-        self.llm = LLM(folder, **arguments)
+        super().__init__(folder, **arguments)
         self.run = run
 
     def outputs(self) -> Any:
@@ -105,12 +104,9 @@ class Engine:
         self.llm.collective_rpc("weightsync_plant", args=fault)
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncRollouts):
     def __init__(self, folder: str, arguments: dict[str, Any]) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **arguments))
+        super().__init__(folder, **arguments)
         self.num_outputs = 0
 
     async def ask(self, prompt: list[int], count: int) -> tuple[list[int], list[str], int]:

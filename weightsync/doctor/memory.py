@@ -12,6 +12,7 @@ from weightsync.doctor.evidence import Evidence, Process
 from weightsync.doctor.finding import Check, Finding, size, some
 
 _NUM_BUCKETS = 2
+_NUM_NCCL_BUCKETS = 4
 _NCCL_SHM_BYTES = 1 << 30  # NVIDIA's advice for containers: --shm-size=1g
 _VLLM_SHM_BYTES = 256 << 20  # message queues of a tensor-parallel engine; Docker's default of 64 MiB is too little
 _TIGHT = 0.8
@@ -58,8 +59,7 @@ def budget(e: Evidence) -> Iterator[Finding]:
             f"weights are applied while they arrive ({way}): engines are paused for the whole transfer, and a failure poisons",
             party="engines",
             expected="staged: a vote over the whole model before the first byte is applied",
-            cure=f"set sync.staging_limit_bytes: {model}, with sync.apply: auto"
-            + ("" if _shares(e) else "; or share_parameters(model) in a trainer on the CPU"),
+            cure=f"set sync.staging_limit_bytes: {model}, with sync.apply: auto",
         )
     else:
         needs = needs_of(e)
@@ -170,12 +170,16 @@ def needs_of(e: Evidence) -> dict[str, Need]:
         host_bytes = gpu_bytes = 0
         for transport in of[rank]:
             on_gpu = bool(process.identity.gpu) and transport in ("broadcast", "cuda_ipc")
-            bucket = min(config.gpu_bucket if on_gpu else config.bucket, limit // _NUM_BUCKETS)
+            number = _NUM_NCCL_BUCKETS if on_gpu and transport == "broadcast" else _NUM_BUCKETS
+            bucket = min(config.gpu_bucket if on_gpu else config.bucket, limit // number)
             if transport == "broadcast":
-                held = _NUM_BUCKETS * min(bucket, _model_bytes(e)) * (_num_kinds(e) if rank in e.trainers else 1)
+                senders = [s for (s, r), name in e.carriers.items() if rank in (s, r) and name == transport]
+                links = dict.fromkeys(senders, _num_kinds(e) if rank in e.trainers else 1)
+                held = sum(number * min(bucket, e.owned.get(s, _model_bytes(e))) * count for s, count in links.items())
             elif rank in e.trainers:
                 owned = e.owned.get(rank, 0)
-                held = 0 if _lent(process, transport) else owned if owned <= limit else _NUM_BUCKETS * bucket
+                lent = process.facts.shares_memory if transport == "shared_memory" else _lent(process)
+                held = 0 if lent else owned if owned <= limit else _NUM_BUCKETS * bucket
             else:
                 held = 0
             host_bytes, gpu_bytes = (host_bytes, gpu_bytes + held) if on_gpu else (host_bytes + held, gpu_bytes)
@@ -193,15 +197,9 @@ def _num_kinds(e: Evidence) -> int:
     return max(len({rank.rpartition(" ")[2] for rank in sliced}), 1)
 
 
-def _lent(process: Process, transport: str) -> bool:
-    """Whether engines read the weights where they lie."""
-    if transport == "shared_memory":
-        return process.facts.shares_memory
+def _lent(process: Process) -> bool:
+    """Whether engines read the weights on a GPU where they lie."""
     return process.facts.gpu is not None and not process.facts.gpu.expandable
-
-
-def _shares(e: Evidence) -> bool:
-    return any(process.facts.shares_memory or process.identity.gpu for process in e.trainers.values())
 
 
 def _model_bytes(e: Evidence) -> int:
@@ -214,7 +212,9 @@ def _is_stable(e: Evidence) -> bool:
         return e.stable
     return all(
         transport in ("shared_memory", "cuda_ipc")
-        and (_lent(e.processes[sender], transport) or e.owned.get(sender, 0) <= e.config.staging_limit)
+        and (
+            e.owned.get(sender, 0) <= e.config.staging_limit or (transport == "cuda_ipc" and _lent(e.processes[sender]))
+        )
         for (sender, _), transport in e.carriers.items()
     )
 
