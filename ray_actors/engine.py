@@ -14,7 +14,7 @@ import torch
 
 from weightsync import messages as m
 from weightsync.engines.torch_module import TorchModuleAdapter
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.interfaces import EngineAdapter
 from weightsync.ray_actors.engine_side import EngineSide
 from weightsync.ray_actors.guard import Guard, ModuleGuard, guard_of
@@ -31,7 +31,12 @@ def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | N
     Raises:
         ConfigError: it is no engine that weightsync knows.
     """
-    engine = locate(actor, target, key="target")
+    try:
+        engine = locate(actor, target, key="target")
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"target: looking it up raised {type(error).__name__}: {error}", key="target") from error
     if isinstance(previous, EngineSide) and previous.engine is engine:
         return previous
     if isinstance(previous, EngineSide):

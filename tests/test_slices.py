@@ -197,12 +197,12 @@ def chunk(manifest: Manifest, name: str, start: int, data: torch.Tensor) -> Weig
 def refresh(modules: Sequence[torch.nn.Module], seed: int) -> None:
     for module in modules:
         torch.manual_seed(seed)
-        for buffer in module.buffers():
-            buffer.copy_(torch.randn(buffer.shape))
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
 
 
 def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.buffers(), b.buffers(), strict=True))
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_slices_of_module_groups_that_have_not_changed_are_not_sent(
     engines = [nested_module(odd_weights(i)) for i in (1, 2)]
     config = msgspec.structs.replace(config, skip_unchanged=True, apply=apply)
     local = LocalSync([lambda t=t: t for t in trainers], list(map(module_engine, engines)), config, sidecars=sidecars)  # type: ignore[misc]
-    sizes = {name: buffer.nbytes for name, buffer in trainers[0].named_buffers()}
+    sizes = {name: parameter.nbytes for name, parameter in trainers[0].named_parameters()}
     by_module = {name: [n for n in sizes if n.rpartition(".")[0] == name.rpartition(".")[0]] for name in sizes}
     steps = [
         [*sizes],
@@ -289,7 +289,7 @@ def test_slices_of_module_groups_that_have_not_changed_are_not_sent(
         for step in steps:
             for trainer in trainers:
                 for name in step:
-                    trainer.get_buffer(name).add_(1)
+                    trainer.get_parameter(name).add_(1)
             report = session.update()
             moved = sum(sizes[name] for name in {n for name in step for n in by_module[name]})
             rows = {row.rank: row.nbytes for row in report.ranks}
@@ -297,7 +297,7 @@ def test_slices_of_module_groups_that_have_not_changed_are_not_sent(
             assert rows["trainer 0"] + rows["trainer 1"] == moved
             assert report.skipped_bytes == sum(sizes.values()) - moved
             assert all(equal(engine, trainers[0]) for engine in engines)
-        engines[1].get_buffer("norm").add_(1)  # somebody else's doing: all comes again
+        engines[1].get_parameter("norm").add_(1)  # somebody else's doing: all comes again
         assert session.update().skipped_bytes == 0
         assert equal(engines[1], trainers[0])
 
@@ -335,9 +335,9 @@ def test_slices_travel_in_their_wire_dtype_also_where_the_source_makes_its_tenso
         said = session.status()["transport_details"]
     assert all(details.startswith("NIXL over UCX (") for details in said.values())
     assert bool(said) == (config.transport == "sharded_rdt")
-    assert report.nbytes == sum(2 * buffer.numel() for buffer in engine.buffers())
+    assert report.nbytes == sum(2 * parameter.numel() for parameter in engine.parameters())
     state = trainers[0].state_dict()
-    assert all(torch.equal(b, state[n].to(torch.bfloat16).to(b.dtype)) for n, b in engine.named_buffers())
+    assert all(torch.equal(b, state[n].to(torch.bfloat16).to(b.dtype)) for n, b in engine.named_parameters())
 
 
 @pytest.mark.parametrize("lost", ["trainer 1", "engine 0 rank 0"])
@@ -348,7 +348,7 @@ def test_after_a_sidecar_was_killed_the_update_fails_in_time_and_the_next_is_exa
     local = LocalSync([lambda t=t: t for t in trainers], [module_engine(engine)], CONFIG, sidecars=sidecars)  # type: ignore[misc]
     with local as session:
         session.update()
-        before = {name: buffer.clone() for name, buffer in engine.named_buffers()}
+        before = {name: parameter.clone() for name, parameter in engine.named_parameters()}
         refresh(trainers, 6)
         pid = ray.get(sidecars.actor(lost).__ray_call__.remote(lambda _: os.getpid()))
         os.kill(pid, signal.SIGKILL)
@@ -356,7 +356,7 @@ def test_after_a_sidecar_was_killed_the_update_fails_in_time_and_the_next_is_exa
         with pytest.raises(ws.TransportError, match="sidecar of"):
             session.update()
         assert time.monotonic() - started < CONFIG.timeout_s
-        assert all(torch.equal(before[name], buffer) for name, buffer in engine.named_buffers())
+        assert all(torch.equal(before[name], parameter) for name, parameter in engine.named_parameters())
         session.update()
         assert equal(engine, trainers[0])
 

@@ -264,7 +264,7 @@ def test_an_engine_whose_weights_were_lost_or_loaded_by_somebody_else_gets_every
     with synced() as made:
         made.update()
         with torch.no_grad():
-            made.fine.get_buffer("layers.6.down")[3, 4] += 1
+            made.fine.get_parameter("layers.6.down")[3, 4] += 1
         assert is_full(made)
 
 

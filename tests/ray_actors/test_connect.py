@@ -239,7 +239,12 @@ def test_trainers_that_disagree_on_a_tensor_are_refused(trainer: Any, engine: An
     ("change", "error", "text"),
     [
         ({"source": "modle"}, ws.ConfigError, "Model has no attribute 'modle'; it has model, names"),
-        ({"target": "names"}, ws.ConfigError, "NoneType is no engine"),
+        ({"target": "names"}, ws.ConfigError, r"NoneType is no engine.*it lacks load_map, check_ready, apply"),
+        (
+            {"target": lambda actor: actor.engines[3]},
+            ws.ConfigError,
+            "target: looking it up raised AttributeError: .*'engines'",
+        ),
         ({"source": "pid"}, ws.ConfigError, "yields int"),
         ({"trainers": []}, ws.ConfigError, "at least one"),
         ({"engines": [3]}, ws.ConfigError, "expected a Ray actor handle, got int"),

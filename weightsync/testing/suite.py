@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Suite:
     """Base of the suites. Each test gets an instance of its own."""
 
-    patience_s: ClassVar[float] = 30
+    patience_s: ClassVar[float] = 60
     """How long a call may take that has to end soon; longer is called a hang."""
 
     @classmethod
