@@ -54,7 +54,7 @@ class Trainer:
         self._policy: Any = copy.deepcopy(self.model).float() if is_slow else self.model
         # parameters() yields a tied tensor once, so embedding and output head share one master too.
         self.weights: list[torch.nn.Parameter] = list(self._policy.parameters())
-        self.masters = [torch.nn.Parameter(w.detach().float()) for w in self.weights]
+        self.masters = [torch.nn.Parameter(w.detach().to(torch.float32, copy=True)) for w in self.weights]
         self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate, weight_decay=0.0)
 
     def step(self, groups: Sequence[Group], *, train: bool = True) -> TrainingStep:

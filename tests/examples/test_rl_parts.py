@@ -262,6 +262,8 @@ def test_the_module_always_holds_the_masters_rounded(trainer: Trainer, groups: l
         assert (master.dtype, sent.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(sent, master.to(torch.bfloat16))
         assert torch.equal(weight, sent.to(weight.dtype))
+    # What rounding drops is kept for later steps.
+    assert any(not torch.equal(m, w.float()) for m, w in zip(trainer.masters, trainer.weights, strict=True))
     assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
 
 
