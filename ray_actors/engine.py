@@ -54,7 +54,7 @@ def make_engine_side(actor: Any, target: Locator, index: int, previous: Side | N
         lacking = [name for name in ("load_map", "check_ready", "apply") if not hasattr(engine, name)]
         raise ConfigError(
             f"target: a {type(engine).__name__} is no engine; expected a torch.nn.Module, a vllm.LLM, a "
-            f"vllm AsyncLLM, or an EngineAdapter (it lacks {', '.join(lacking) or 'nothing of that'})",
+            f"vllm AsyncLLM, or an EngineAdapter (it lacks {', '.join(lacking)})",
             key="target",
         )
     side = kind(engine, lambda: locate(actor, target, key="target"))

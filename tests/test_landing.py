@@ -272,7 +272,9 @@ def test_a_wrong_byte_poisons_what_it_was_written_into_and_the_next_update_is_ex
 
 
 class Waited(TorchModuleAdapter):
-    """Notes when its device was waited for, and how much had arrived by then."""
+    """Notes when its device was waited for."""
+
+    rank: ReceiverRank
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
@@ -280,8 +282,6 @@ class Waited(TorchModuleAdapter):
 
     def synchronize(self) -> None:
         self.waits.append("before" if self.rank._coalescer is None else "while it comes")
-
-    rank: ReceiverRank
 
 
 def test_what_reads_the_old_weights_is_waited_for_once_and_before_new_ones_come() -> None:

@@ -25,11 +25,8 @@ from weightsync.errors import (
     IncompleteUpdateError,
     ManifestError,
     StagingLimitError,
-    UpdateTimeoutError,
     WeightSyncError,
 )
-from weightsync.interfaces import Transfer, TransferStats
-from weightsync.manifest import TensorMeta
 from weightsync.messages import (
     Call,
     Close,
@@ -51,11 +48,9 @@ from weightsync.messages import (
     encode,
 )
 from weightsync.receiver import ReceiverRank
-from weightsync.registry import register_transport, unregister_transport
 from weightsync.sender import SenderRank
 from weightsync.session import Session
 from weightsync.testing import LocalFleet, LocalSync, module_engine
-from weightsync.transports.broadcast import BroadcastReceiver, BroadcastSender
 from weightsync.transports.shared_memory import share_parameters
 
 TRANSPORTS = ["shared_memory", "broadcast"]
@@ -500,88 +495,6 @@ def test_auto_counts_the_alignment_of_tiny_tensors_against_the_budget() -> None:
     with LocalSync([lambda: trainer], [module_engine(engine)], config(staging_limit_bytes=2_000)) as session:
         assert session.update().apply == "streaming"
     assert all(torch.equal(engine.state_dict()[name], value) for name, value in trainer.items())
-
-
-def test_a_transfer_may_take_longer_than_the_bound_of_one_wait() -> None:
-    slow = False
-    values = {f"{i}.t": torch.randn(3) for i in range(6)}
-
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in values.items():
-            if slow:
-                time.sleep(0.6)
-            yield pair
-
-    engine = torch.nn.Sequential(*(torch.nn.ParameterDict({"t": torch.zeros(3)}) for _ in values))
-    settings = config(timeout_s=3, apply="staged", bucket_bytes=1)
-    with LocalSync([source], [module_engine(engine)], settings) as session:
-        slow = True
-        session.update()
-    assert all(torch.equal(engine.state_dict()[name], value) for name, value in values.items())
-
-
-class AtOnceSender(BroadcastSender):
-    """Asks for all tensors before the first moves, and sends them slowly."""
-
-    name = "at_once"
-    tells = True
-    num_sent = 0
-
-    @property
-    def progress(self) -> int:
-        return self.num_sent if self.tells else 0
-
-    def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
-        def slowly(known: list[tuple[TensorMeta, torch.Tensor]]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-            for item in known:
-                time.sleep(0.6)
-                self.num_sent += 1
-                yield item
-
-        return super().send(transfer, slowly(list(tensors)))
-
-
-class AtOnceReceiver(BroadcastReceiver):
-    name = "at_once"
-
-
-@pytest.mark.parametrize("tells", [True, False])
-def test_a_transport_may_say_itself_that_something_moves(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AtOnceSender, "tells", tells)
-    register_transport("at_once", AtOnceSender, AtOnceReceiver)
-    values = {f"{i}.t": torch.randn(3) for i in range(6)}
-    engine = torch.nn.Sequential(*(torch.nn.ParameterDict({"t": torch.zeros(3)}) for _ in values))
-    settings = config(transport="at_once", timeout_s=2.5, apply="streaming", bucket_bytes=1)
-    try:
-        with LocalSync([lambda: values], [module_engine(engine)], settings) as session:
-            if tells:
-                session.update()
-                assert all(torch.equal(engine.state_dict()[name], value) for name, value in values.items())
-            else:
-                with pytest.raises(WeightSyncError, match=r"made no progress|did not answer"):
-                    session.update()
-    finally:
-        unregister_transport("at_once")
-
-
-def test_a_source_that_hangs_is_named_within_the_bound() -> None:
-    hang = False
-
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "weight", torch.ones(2, 2)
-        if hang:
-            time.sleep(6)
-        yield "bias", torch.ones(2)
-
-    engine = torch.nn.Linear(2, 2)
-    before = weights(engine)
-    with LocalSync([source], [module_engine(engine)], config(timeout_s=1.5)) as session:
-        hang = True
-        started = time.monotonic()
-        with pytest.raises(UpdateTimeoutError, match=r"trainer 0|sender 0|bias"):
-            session.update()
-        assert time.monotonic() - started < 15
-    assert weights(engine) == before
 
 
 def test_the_report_counts_values_that_changed() -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 import yaml
 
 from weightsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -39,7 +42,7 @@ def parse_bytes(value: int | str, *, key: str) -> int:
     return value
 
 
-def floating_dtype(name: str, *, key: str) -> Any:
+def floating_dtype(name: str, *, key: str) -> torch.dtype:
     """The floating-point dtype of torch that *name* is ("bfloat16", "torch.bfloat16").
 
     Raises:
@@ -239,16 +242,16 @@ def _explain(error: msgspec.ValidationError, kind: type) -> ConfigError:
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return ConfigError(f"{key}: unknown key; {hint}", key=key)
     if value := re.fullmatch(r"Invalid enum value '(.*)'", text):
-        options = _texts(get_type_hints(kind).get(key.partition("[")[0]))
+        options = texts_of(get_type_hints(kind).get(key.partition("[")[0]))
         near = difflib.get_close_matches(value[1], options, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return ConfigError(f"{key}: expected one of {', '.join(options)}, got {value[1]!r}{hint}", key=key or None)
     return ConfigError(f"{key or 'config'}: {text[:1].lower()}{text[1:]}", key=key or None)
 
 
-def _texts(hint: Any) -> list[str]:
+def texts_of(hint: Any) -> list[str]:
     """The texts that a type allows, itself or as its items."""
-    return [hint] if isinstance(hint, str) else [text for part in get_args(hint) for text in _texts(part)]
+    return [hint] if isinstance(hint, str) else [text for part in get_args(hint) for text in texts_of(part)]
 
 
 def _line_of(root: yaml.Node | None, key: str) -> int:

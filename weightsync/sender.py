@@ -284,8 +284,8 @@ class SenderRank:
             held = [(meta, tensor) for meta, tensor in held if meta.name not in left_out]
         if self._config.skip_unchanged:
             self._begin(held, links, left_out)
-        made_now = self._source.tensors(self._manifest, self._names, left_out=left_out) if held is None else iter(held)
-        tensors = self._counted(made_now)
+        source = self._source.tensors(self._manifest, self._names, left_out=left_out) if held is None else iter(held)
+        tensors = self._counted(source)
         sharded = [id for id in links if id in self._shards]
         gathers = len(sharded) < len(links) or (request.links is None and self._gathers)
         makes_shards = not gathers and (self._source.makes or (bool(sharded) and not self._shards.taken))

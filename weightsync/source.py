@@ -355,8 +355,7 @@ class TrainerSource:
         """What the first pattern of `wire_dtype` that fits makes of a floating-point tensor."""
         for pattern, wire in self._wire_dtype.items():
             if fnmatch.fnmatchcase(name, pattern):
-                found: torch.dtype = floating_dtype(wire, key=f"wire_dtype.{pattern}")
-                return found
+                return floating_dtype(wire, key=f"wire_dtype.{pattern}")
         return None
 
 

@@ -21,6 +21,7 @@ import ray
 import torch
 
 import weightsync as ws
+from tests.gathers import refuse_gathers
 from weightsync.testing.modules import nested_module
 from weightsync.testing.random_moe import (
     MOE_3_65_GB,
@@ -67,7 +68,6 @@ class FsdpTrainer:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor import DTensor
 
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
@@ -76,11 +76,7 @@ class FsdpTrainer:
         )
         self.model = nested_module(dict(moe_weights(SIZES, OLD, self.device)))
         fully_shard(self.model, mesh=init_device_mesh("cuda", (NUM_SHARDS,)))
-
-        def refuse(*_: object, **__: object) -> None:
-            raise AssertionError("a whole tensor was gathered")
-
-        DTensor.full_tensor = refuse  # type: ignore[assignment, method-assign]
+        refuse_gathers()
 
     def set(self, seed: int) -> None:
         from torch.distributed.tensor import distribute_tensor

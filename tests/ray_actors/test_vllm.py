@@ -19,6 +19,7 @@ import torch
 
 import weightsync as ws
 from examples.vllm_actors import AsyncRollouts, Rollouts
+from tests.gathers import refuse_gathers
 from weightsync.chunk import ALIGNMENT_BYTES
 from weightsync.geometry import coverage
 from weightsync.loadmap import LoadMap
@@ -81,12 +82,7 @@ class ShardedTrainer:
                 of.copy_(distribute_tensor(weights[name], of.device_mesh, of.placements))
 
     def never_gather(self) -> None:
-        from torch.distributed.tensor import DTensor
-
-        def refuse(*_: object, **__: object) -> None:
-            raise AssertionError("a whole tensor was gathered")
-
-        DTensor.full_tensor = refuse  # type: ignore[assignment, method-assign]
+        refuse_gathers()
 
 
 class Engine(Rollouts):
@@ -441,12 +437,13 @@ def test_an_async_engine_goes_on_when_the_coordinator_died_while_it_was_paused(
     trainer: Any, moe: tuple[Path, Path], async_engine: Any, wanted: dict[Path, list[list[int]]], tmp_path: Path
 ) -> None:
     ray.get(trainer.load.remote(str(moe[1])))
-    settings = {"version_log": str(tmp_path / "versions")}
+    log = tmp_path / "versions"
+    settings = {"version_log": str(log)}
     with ws.connect(
         trainers=[trainer], engines=[async_engine], source="weights", target="llm", config=settings
     ) as sync:
         ray.get(async_engine.plant.remote(0, "5", 5))
-        log, before = tmp_path / "versions", (tmp_path / "versions").read_text().count("decide")
+        before = log.read_text().count("decide")
 
         def kill_once_decided() -> None:
             deadline = time.monotonic() + 60

@@ -12,23 +12,21 @@ ON_CPU = not torch.cuda.is_available()
 @cache
 def packs_linear() -> bool:
     """Whether native code packs the weights of linear layers. It does where the processor multiplies bf16: not with AVX2."""
-    if not ON_CPU:
-        return False
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-    return layer.weight.numel() == 0
+    return _packs(torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
 
 
 @cache
 def packs_convolution() -> bool:
     """The same of the weights of causal convolutions."""
+    return _packs(torch.nn.Conv1d(64, 64, 4, groups=64, bias=False, dtype=torch.bfloat16))
+
+
+def _packs(layer: torch.nn.Linear | torch.nn.Conv1d) -> bool:
     if not ON_CPU:
         return False
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    layer = torch.nn.Conv1d(64, 64, 4, groups=64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    layer.requires_grad_(False)
     loaded = layer.weight.clone()
     dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     return not torch.equal(layer.weight, loaded)

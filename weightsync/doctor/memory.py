@@ -161,21 +161,21 @@ def shared_memory(e: Evidence) -> Iterator[Finding]:
 def needs_of(e: Evidence) -> dict[str, Need]:
     """Rank -> what it holds at most."""
     limit, config = e.config.staging_limit, e.config
-    of: dict[str, set[str]] = defaultdict(set)
+    senders: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    """Rank -> transport -> at whose links it has an end."""
     for (sender, receiver), transport in e.carriers.items():
-        of[sender].add(transport)
-        of[receiver].add(transport)
+        for rank in (sender, receiver):
+            senders[rank][transport].add(sender)
     needs = {}
     for rank, process in e.processes.items():
         host_bytes = gpu_bytes = 0
-        for transport in of[rank]:
+        for transport, linked in senders[rank].items():
             on_gpu = bool(process.identity.gpu) and transport in ("broadcast", "cuda_ipc")
             number = _NUM_NCCL_BUCKETS if on_gpu and transport == "broadcast" else _NUM_BUCKETS
             bucket = min(config.gpu_bucket if on_gpu else config.bucket, limit // number)
             if transport == "broadcast":
-                senders = [s for (s, r), name in e.carriers.items() if rank in (s, r) and name == transport]
-                links = dict.fromkeys(senders, _num_kinds(e) if rank in e.trainers else 1)
-                held = sum(number * min(bucket, e.owned.get(s, _model_bytes(e))) * count for s, count in links.items())
+                links = _num_kinds(e) if rank in e.trainers else 1
+                held = links * sum(number * min(bucket, e.owned.get(s, _model_bytes(e))) for s in linked)
             elif rank in e.trainers:
                 owned = e.owned.get(rank, 0)
                 lent = process.facts.shares_memory if transport == "shared_memory" else _lent(process)
@@ -185,7 +185,7 @@ def needs_of(e: Evidence) -> dict[str, Need]:
             host_bytes, gpu_bytes = (host_bytes, gpu_bytes + held) if on_gpu else (host_bytes + held, gpu_bytes)
         if rank in e.engines and not _is_stable(e) and rank in e.loads:
             staged = _model_bytes(e) if _is_staged(e) else min(limit, _model_bytes(e))
-            over_nccl = bool(process.identity.gpu) and "broadcast" in of[rank]
+            over_nccl = bool(process.identity.gpu) and "broadcast" in senders[rank]
             host_bytes, gpu_bytes = (host_bytes, gpu_bytes + staged) if over_nccl else (host_bytes + staged, gpu_bytes)
         needs[rank] = Need(host_bytes=host_bytes, gpu_bytes=gpu_bytes)
     return needs

@@ -11,11 +11,12 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import yaml
 
+from weightsync.config import texts_of
 from weightsync.errors import ConfigError
 
 T = TypeVar("T")
@@ -255,7 +256,7 @@ def _explain(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
         return full, "is missing" + (f"; expected {expected}" if expected else "")
     at = _type_at(kind, key)
     if "Invalid enum value" in text:
-        options = [str(option) for literal in _literals(at) for option in get_args(literal)]
+        options = texts_of(at)
         close = difflib.get_close_matches(text.split("'")[1] if "'" in text else "", options, 1)
         return key, f"expected one of {', '.join(options)}" + (f"; did you mean {close[0]!r}?" if close else "")
     text = text.partition(", got")[0].replace("`", "").replace("object", "mapping").replace("array", "list")
@@ -292,11 +293,6 @@ def _flat(kind: Any) -> Iterator[Any]:
 
 def _structs(kind: Any) -> list[type[msgspec.Struct]]:
     return [t for t in _flat(kind) if isinstance(t, type) and issubclass(t, msgspec.Struct)]
-
-
-def _literals(kind: Any) -> list[Any]:
-    inner = [argument for t in _flat(kind) if get_origin(t) in (list, tuple) for argument in get_args(t)]
-    return [t for member in [kind, *inner] for t in _flat(member) if get_origin(t) is Literal]
 
 
 def _description(kind: Any) -> str:
