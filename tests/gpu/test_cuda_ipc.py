@@ -13,6 +13,7 @@ import torch
 import weightsync as ws
 from weightsync.cuda.moves import Moves
 from weightsync.errors import DigestError, TransportError
+from weightsync.interfaces import LinkContext
 from weightsync.testing import LocalSync, TransportSuite, module_engine
 from weightsync.testing.link import BUCKET_BYTES, Tensors
 from weightsync.testing.transport_bytes import MovesExactBytes
@@ -20,6 +21,8 @@ from weightsync.testing.transport_bytes import MovesExactBytes
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 ON_GPU: dict[str, Any] = {"device": "cuda:0"}
+LEAST_S = 3.0
+"""The shortest bound: a process that is new to the GPU takes a part of a second for its first transfer."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,6 +38,9 @@ class TestStage(TransportSuite):
     transport = "cuda_ipc"
     settings: ClassVar = ON_GPU
     num_tiny_tensors = 2_000
+
+    def context(self, *, timeout_s: float = 20, **others: Any) -> LinkContext:
+        return super().context(timeout_s=max(timeout_s, LEAST_S), **others)
 
 
 class TestStageOfGpuTensors(TestStage):
