@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ import weightsync.cuda
 from weightsync.cuda.moves import TILE_BYTES, Move, Moves, _rows, collapse
 from weightsync.digest import digest_bytes, digest_words
 
-Run = Callable[[list[Move], bool], "np.ndarray[Any, Any]"]
+Run = Callable[..., "np.ndarray[Any, Any]"]
 
 
-def run_on_gpu(moves: list[Move], digest: bool) -> np.ndarray[Any, Any]:
-    return Moves(moves, torch.device("cuda", torch.cuda.current_device())).run(digest=digest)
+def run_on_gpu(moves: list[Move], digest: bool, *, beside: bool) -> np.ndarray[Any, Any]:
+    return Moves(moves, torch.device("cuda", torch.cuda.current_device()), beside=beside).run(digest=digest)
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +38,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
     kernel = ctypes.CDLL(str(library)).run
 
-    def run(moves: list[Move], digest: bool) -> np.ndarray[Any, Any]:
+    def run(moves: list[Move], digest: bool, *, beside: bool) -> np.ndarray[Any, Any]:
         rows, late = _rows(moves, len(moves))
         for source, destination in late:
             destination.copy_(source)
@@ -46,17 +47,23 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
         tile_rows = np.repeat(np.arange(len(rows), dtype=np.int32), tiles)
         out = np.zeros(len(moves), dtype=np.uint64)
         pointers = (ctypes.c_void_p(array.ctypes.data) for array in (rows, tile_rows))
-        kernel(*pointers, ctypes.c_longlong(int(tiles.sum())), ctypes.c_void_p(out.ctypes.data), int(digest))
+        flags = int(digest), int(beside)
+        kernel(*pointers, ctypes.c_longlong(int(tiles.sum())), ctypes.c_void_p(out.ctypes.data), *flags)
         return out
 
     return run
 
 
+@pytest.fixture(params=[False, True], ids=["alone", "beside"])
+def beside(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def run(request: pytest.FixtureRequest) -> tuple[Run, str]:
+def run(request: pytest.FixtureRequest, beside: bool) -> tuple[Run, str]:
     if request.param == "gpu":
-        return run_on_gpu, "cuda"
-    return request.getfixturevalue("emulated"), "cpu"
+        return partial(run_on_gpu, beside=beside), "cuda"
+    return partial(request.getfixturevalue("emulated"), beside=beside), "cpu"
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

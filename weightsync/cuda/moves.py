@@ -52,7 +52,7 @@ class Moves:
         """
         self.count = len(moves) if digested is None else digested
         self.nbytes = sum(source.nbytes for source, _ in moves)
-        self._device = device
+        self._device, self._beside = device, beside
         self._moves: Sequence[Move] = ()
         self._done: Any = None
         self._found_on_cpu: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(0, dtype=np.uint64)
@@ -98,7 +98,8 @@ class Moves:
             if digest:
                 self._out.zero_()
             if self._num_tiles:
-                kernel = _kernels(self._device.index or 0)["move_and_digest" if digest else "move_only"]
+                name = "move_and_digest" if digest else "move_only"
+                kernel = _kernels(self._device.index or 0)[name + ("_beside" if self._beside else "")]
                 kernel((self._num_blocks,), (_THREADS,), self._arguments, stream=_cupy_stream(stream))
             if digest:
                 self._found[: self._out.numel()].copy_(self._out, non_blocking=True)
@@ -256,7 +257,8 @@ def _kernels(index: int) -> dict[str, Any]:
     with cupy.cuda.Device(index):
         module = cupy.RawModule(code=Path(__file__).with_name("moves.cu").read_text(), options=("-std=c++17",))
         atexit.register(_kernels.cache_clear)  # before cupy's own modules are gone
-        return {name: module.get_function(name) for name in ("move_and_digest", "move_only")}
+        names = ("move_and_digest", "move_only", "move_and_digest_beside", "move_only_beside")
+        return {name: module.get_function(name) for name in names}
 
 
 def import_cupy() -> Any:
