@@ -41,7 +41,7 @@ class ReceivingEnd:
         context = replace(context, device=str(adapter.device))
         load_map = adapter.load_map(manifest)
         self._table = GroupTable.of(manifest, load_map.groups)
-        self._direct = DirectApply(adapter, load_map, manifest.aliases, mode="auto", audit_every=10)
+        self._direct = DirectApply(adapter, load_map, manifest, mode="auto", audit_every=10)
         self._receiver = transport_classes(transport_of(adapter.device))[1](context, receiver=0)
         self._receiver.connect(address)
 

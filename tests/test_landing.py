@@ -17,7 +17,7 @@ from weightsync.coalescer import Coalescer
 from weightsync.config import SyncConfig
 from weightsync.digest import copy_and_digest
 from weightsync.engines.torch_module import TorchModuleAdapter
-from weightsync.errors import DigestError, EnginePoisonedError, WeightSyncError
+from weightsync.errors import DigestError, EnginePoisonedError, EngineStateError, WeightSyncError
 from weightsync.geometry import Region
 from weightsync.landing import Landing, landings
 from weightsync.loadmap import Copy, ModuleGroup
@@ -209,33 +209,9 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
 
 
-@pytest.fixture
-def engine_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes waits until the engine has begun, so that all of it lands."""
-    begun = threading.Event()
-    land, put, init = Coalescer.land, Coalescer.put, Coalescer.__init__
-
-    def noted_land(self: Coalescer, places: Mapping[str, torch.Tensor]) -> None:
-        land(self, places)
-        begun.set()
-
-    def late_put(self: Coalescer, chunk: Any) -> None:
-        assert begun.wait(10)
-        put(self, chunk)
-
-    def new(self: Coalescer, *arguments: Any, **options: Any) -> None:
-        begun.clear()
-        init(self, *arguments, **options)
-
-    monkeypatch.setattr(Coalescer, "land", noted_land)
-    monkeypatch.setattr(Coalescer, "put", late_put)
-    monkeypatch.setattr(Coalescer, "__init__", new)
-
-
 BUCKETS = {"apply": "streaming", "bucket_bytes": 4096, "timeout_s": 20, "staging_limit_bytes": 40_000}
 
 
-@pytest.mark.usefixtures("engine_first")
 @pytest.mark.parametrize("digest", [True, False])
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
 def test_an_update_that_streams_into_a_module_stages_nothing(transport: str, digest: bool) -> None:
@@ -251,7 +227,6 @@ def test_an_update_that_streams_into_a_module_stages_nothing(transport: str, dig
     assert [parameter.data_ptr() for parameter in engine.parameters()] == addresses
 
 
-@pytest.mark.usefixtures("engine_first")
 def test_a_wrong_byte_poisons_what_it_was_written_into_and_the_next_update_is_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,7 +256,7 @@ class Waited(TorchModuleAdapter):
         self.waits: list[str] = []
 
     def synchronize(self) -> None:
-        self.waits.append("before" if self.rank._coalescer is None else "while it comes")
+        self.waits.append("while it comes" if self.rank._receiving else "before")
 
 
 def test_what_reads_the_old_weights_is_waited_for_once_and_before_new_ones_come() -> None:
@@ -297,6 +272,51 @@ def test_what_reads_the_old_weights_is_waited_for_once_and_before_new_ones_come(
             session.update()
             assert adapter.waits == ["before"]
             assert same(engine, trainer)
+
+
+def test_the_places_are_kept_no_longer_than_an_update() -> None:
+    trainer, engine = Stack(1), Stack(2)
+    sync = LocalSync([lambda: trainer], [module_engine(engine)], SyncConfig(transport="broadcast", **BUCKETS))  # type: ignore[arg-type]
+    (receiver,) = sync.receivers[0]
+    with sync as session:
+        session.update()
+        direct = receiver._direct
+        assert direct is not None
+        assert direct._room is None
+        receiver.get_ready()
+        assert direct._room is not None
+        assert direct._room.keys() == engine.state_dict().keys()
+        receiver.stand_down()
+        assert direct._room is None
+        receiver.get_ready()
+        session.update()
+        assert direct._room is None
+        assert same(engine, trainer)
+
+
+def test_an_engine_whose_parameters_were_moved_since_the_update_was_prepared_is_not_written() -> None:
+    trainer, engine = Stack(1), Stack(2)
+    sync = LocalSync([lambda: trainer], [module_engine(engine)], SyncConfig(transport="broadcast", **BUCKETS))  # type: ignore[arg-type]
+    (receiver,) = sync.receivers[0]
+    with sync as session:
+        session.update()
+        receive = receiver._receive
+
+        def move_first(request: m.Transfer) -> None:
+            first = next(engine.parameters())
+            first.data = first.data.clone()
+            receive(request)
+
+        receiver._receive = move_first  # type: ignore[method-assign]
+        before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        trainer.change()
+        with pytest.raises(EngineStateError, match="moved during the update"):
+            session.update()
+        assert not receiver.poisoned
+        assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict().items())
+        del receiver._receive
+        session.update()
+        assert same(engine, trainer)
 
 
 class CannotBegin(TorchModuleAdapter):

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightsync import messages as m
 from weightsync.config import SyncConfig
 from weightsync.engines.torch_module import TorchModuleAdapter
 from weightsync.errors import EnginePoisonedError, WeightSyncError
@@ -316,7 +317,7 @@ def test_a_rank_that_does_not_hold_the_version_refuses_an_update_that_leaves_som
         (receiver,) = made.sync.receivers[0]
         receiver._holds = False
         with pytest.raises(WeightSyncError, match="does not hold it"):
-            receiver._receive(2, np.packbits([True] * 16).tobytes())
+            receiver._receive(m.Transfer(version=2, left_out=np.packbits([True] * 16).tobytes()))
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Loading:
         self.adapter = TorchModuleAdapter(engine)
         self.manifest = Manifest.from_module(trainer)
         self.load_map = self.adapter.load_map(self.manifest)
-        self.direct = DirectApply(self.adapter, self.load_map, self.manifest.aliases, mode="auto", audit_every=10)
+        self.direct = DirectApply(self.adapter, self.load_map, self.manifest, mode="auto", audit_every=10)
         held = trainer.held()
         self.sets = [list(held)] if in_sets is None else [list(names) for names in in_sets]
         self.layouts = [SetLayout({name: held[name] for name in names}, CPU) for names in self.sets]

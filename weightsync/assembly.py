@@ -26,10 +26,9 @@ class OpenGroup:
     """Canonical tensors that are not whole yet."""
     staging_bytes: int = 0
     handed_out: bool = False
-    in_place: int = 0
-    """How many of its tensors were written where the engine keeps them."""
     buffer: torch.Tensor | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """That are whole, but for those that were written where the engine keeps them."""
     chunks: list[Loan] = field(default_factory=list)
 
 
@@ -110,27 +109,35 @@ class GroupAssembly(Arrival):
             self._notify()
         if group is None:
             return
-        group.tensors[meta.name] = from_bytes(self._place_of(meta, group), meta.torch_dtype, meta.shape)
+        if not self.has_landed(meta.name):
+            group.tensors[meta.name] = from_bytes(self._place_of(meta, group), meta.torch_dtype, meta.shape)
         group.pending -= 1
         if group.pending > 0:
             return
         self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
-        if group.in_place == len(group.tensors):
+        if not group.tensors:  # all were written where the engine keeps them
             group.handed_out = True
             self._handed_out += 1
-            self._give_back(group)  # room that was reserved in vain
+            if group.buffer is not None or self._handed_out == len(self._groups):  # else nobody waits for it
+                self._give_back(group)
             return
+        if self._landing:
+            self._add_landed(group)
         self._ready.append(group)
         self._changed.notify_all()
 
+    def _add_landed(self, group: OpenGroup) -> None:
+        """The consumer takes all tensors of a group of which one was not written in place."""
+        aliases = self.manifest.aliases
+        for meta in (self.manifest.by_name[aliases.get(name, name)] for name in group.spec.names):
+            if self.has_landed(meta.name):
+                group.tensors[meta.name] = from_bytes(self._landing[meta.name], meta.torch_dtype, meta.shape)
+
     def _place_of(self, meta: TensorMeta, group: OpenGroup) -> torch.Tensor:
-        """Where the bytes of a tensor are that is whole."""
+        """Where the bytes of a tensor are that is whole, and was not written in place."""
         lent = self._lent.pop(meta.name, None)
         if lent is not None:
             return lent.payload[lent.base : lent.base + meta.nbytes]
-        if self.has_landed(meta.name):
-            group.in_place += 1
-            return self._landing[meta.name]
         return self._staging(group, meta.name, torch.device("cpu"))
 
     def land(self, places: Mapping[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ On `audit` every so many updates do both, and every parameter must come out the 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from enum import StrEnum
 
 import torch
@@ -54,9 +54,9 @@ class DirectApply:
     """One engine rank's, for one load map."""
 
     def __init__(
-        self, adapter: EngineAdapter, load_map: LoadMap, aliases: Mapping[str, str], *, mode: str, audit_every: int
+        self, adapter: EngineAdapter, load_map: LoadMap, manifest: Manifest, *, mode: str, audit_every: int
     ) -> None:
-        """*aliases*: of the manifest that the load map is of. An update may bring a part of it."""
+        """*manifest*: which the load map is of. An update may bring a part of it."""
         self._adapter = adapter
         self._direct = adapter if isinstance(adapter, DirectAdapter) and adapter.copies_load else None
         self._mode, self._audit_every = mode, audit_every
@@ -71,7 +71,7 @@ class DirectApply:
         """Groups of which the next watched reload is to show how the rows of these parameters are kept."""
         self._tried: set[str] = set()
         """Groups of which that was or is asked."""
-        self._aliases = aliases
+        self._manifest, self._aliases = manifest, manifest.aliases
         self._is_contest_known = False
         """It was looked up whether several tensors fill the same memory."""
         self.reasons: dict[str, str] = {}
@@ -82,8 +82,9 @@ class DirectApply:
         self._addresses: list[int] = []
         """Of the live tensors, when the update was planned."""
         self._looked = False
-        self._is_quiet = False
-        """Nothing reads the old weights any more."""
+        self._has_begun = False
+        self._room: Mapping[str, torch.Tensor] | None = None
+        """By canonical name: where the next update may be written as it arrives; None: not looked up yet."""
         self._since_audit = 0
         self._pending_for = 0
         """Updates since the last that was watched for groups that have shown nothing yet."""
@@ -120,27 +121,21 @@ class DirectApply:
         """The links are gone, and with them what was compiled for them."""
         self._compiled = {}
 
-    def look(self) -> None:
-        """Whether the live tensors lie as they did; ahead of `plan`, where nothing can move them until then."""
+    def look(self, *, in_place: bool = False) -> None:
+        """Whether the live tensors lie as they did; ahead of `plan`, where nothing can move them until then.
+
+        *in_place*: the next update is likely to go `Way.IN_PLACE`.
+        """
         if self._direct is not None:
             live = self._direct.live()
             if layout_of(live) != self._layout:
                 self._start_anew(self._direct, live)
             self._addresses = addresses_of(live)
-            self._looked = True
+            self._looked, self._room = True, self._room_in(live) if in_place else None
 
     def look_again(self) -> None:
         """They may be moved before `plan`."""
-        self._looked = False
-
-    def wait_for_readers(self) -> None:
-        """Ahead of `apply`, where nothing is given to the device until then: wait for what still reads the old weights.
-
-        Later this would wait for what brings the new ones, too.
-        """
-        if self._direct is not None:
-            self._direct.synchronize()
-            self._is_quiet = True
+        self._looked, self._room = False, None
 
     def plan(self, *, sets: bool, staged: bool) -> Way:
         """How the next update will be loaded.
@@ -149,6 +144,15 @@ class DirectApply:
             sets: all that comes stays where it lies, in weight sets as far as may be.
             staged: it is loaded when all of it is here, not as it comes.
         """
+        way = self._way(sets=sets, staged=staged)
+        if way is not Way.IN_PLACE:
+            self._room = None
+        elif self._room is None:
+            assert self._direct is not None
+            self._room = self._room_in(self._direct.live())
+        return way
+
+    def _way(self, *, sets: bool, staged: bool) -> Way:
         if self._direct is None:
             return Way.RELOAD
         if not self._looked:
@@ -170,6 +174,29 @@ class DirectApply:
             return Way.SETS
         return Way.GROUPS if staged else Way.IN_PLACE
 
+    def begin(self, coalescer: Coalescer) -> None:
+        """Ahead of `apply`, before the first byte comes: wait for what still reads the old weights, and let bytes land.
+
+        Later that would wait for what brings the new ones, too; and what has come until then would be staged.
+
+        Raises:
+            EngineStateError: the engine's parameters have moved since the plan.
+        """
+        if self._direct is None:
+            return
+        self._still_there(self._direct)
+        self._direct.synchronize()
+        room, self._room, self._has_begun = self._room, None, True
+        if room is not None:
+            coalescer.land(room)
+
+    def _still_there(self, adapter: DirectAdapter) -> Live:
+        """The live tensors, which must be where they were when the update was planned."""
+        live = adapter.live()
+        if addresses_of(live) != self._addresses:
+            raise EngineStateError("the engine's parameters were moved during the update; update again")
+        return live
+
     def apply(self, way: Way, coalescer: Coalescer, *, verify: bool) -> int:
         """Load everything in the *way* that was planned; returns how often the engine's loader ran.
 
@@ -177,35 +204,30 @@ class DirectApply:
             verify: digest what is copied from sets, and compare.
 
         Raises:
-            EngineStateError: the engine's parameters have moved since the plan.
+            EngineStateError: as `begin`, where that was not called.
             EnginePoisonedError: an audit found that copies and a reload differ; copies are off from then on.
             As `Coalescer.groups`.
 
         On a GPU what copies did is done when the current stream has come so far.
         """
-        is_quiet, self._is_quiet = self._is_quiet, False
+        has_begun, self._has_begun = self._has_begun, False
         come = dict.fromkeys(coalescer.keys, way.value)
         self.reloaded = {**come, **self._reasons(come)}
         if not come:
             return 0
         if self._direct is None or way is Way.RELOAD:
             return self._adapter.apply(coalescer.groups(private=self.reasons))
+        if not has_begun:
+            self.begin(coalescer)
+            self._has_begun = False
         live = self._direct.live()
-        if addresses_of(live) != self._addresses:
-            raise EngineStateError("the engine's parameters were moved during the update; update again")
-        if not self._is_contest_known:
-            self._is_contest_known = True
-            self._refuse(contested(self._groups, live, self._aliases))
-        if not is_quiet:
-            self._direct.synchronize()  # what still reads the old weights
+        self._refuse_contested(live)
         reasons = self._reasons(come)
         if way is Way.OBSERVE:
             if not OPEN.isdisjoint(reasons.values()):
                 return self._observe(self._direct, live, coalescer)
             way = Way.SETS if self._sets else Way.GROUPS  # what was to be watched has been left out
         self.reloaded = reasons
-        if way is Way.IN_PLACE:
-            coalescer.land(views(self._landings_of(come.keys() - reasons.keys(), live, coalescer.manifest), live))
         match way:
             case Way.AUDIT:
                 return self._audit(self._direct, live, coalescer)
@@ -217,6 +239,12 @@ class DirectApply:
 
     def _reasons(self, come: Container[str]) -> dict[str, str]:
         return {key: reason for key, reason in self.reasons.items() if key in come}
+
+    def _refuse_contested(self, live: Live) -> None:
+        """Groups of which several tensors fill the same memory."""
+        if not self._is_contest_known:
+            self._is_contest_known = True
+            self._refuse(contested(self._groups, live, self._aliases))
 
     def _refuse(self, reasons: Mapping[str, str]) -> None:
         self._never = {**reasons, **self._never}
@@ -296,11 +324,14 @@ class DirectApply:
                 left = (c for c in copies if not coalescer.has_landed(self._aliases.get(c.name, c.name)))
                 run_copies(left, dict(pairs), live)
 
-    def _landings_of(self, keys: Iterable[str], live: Live, manifest: Manifest) -> Iterator[dict[str, Landing]]:
+    def _room_in(self, live: Live) -> Mapping[str, torch.Tensor]:
+        """For all groups that are copied."""
+        self._refuse_contested(live)
+        keys = [key for key in self._groups if key not in self.reasons]
         for key in keys:
             if key not in self._landings:
-                self._landings[key] = landings(self._groups[key], live, manifest)
-            yield self._landings[key]
+                self._landings[key] = landings(self._groups[key], live, self._manifest)
+        return views((self._landings[key] for key in keys), live)
 
     def _copy_sets(self, live: Live, coalescer: Coalescer, *, verify: bool) -> Iterator[Pairs]:
         """Copy everything at once; yields the groups that did not qualify."""

@@ -115,9 +115,7 @@ class ReceiverRank:
             case m.Prepare():
                 return self._prepare(request)
             case m.Transfer():
-                if request.apply and self._direct is not None and self._way is Way.IN_PLACE:
-                    self._direct.wait_for_readers()
-                self._receive(request.version, request.left_out)
+                self._receive(request)
                 return self._apply(request.version) if request.apply else self._poll(request.wait_s)
             case m.Poll():
                 return self._poll(request.wait_s)
@@ -175,7 +173,7 @@ class ReceiverRank:
         self._direct = DirectApply(
             adapter,
             load_map,
-            manifest.aliases,
+            manifest,
             mode=self._config.direct_apply,
             audit_every=self._config.audit_every,
         )
@@ -254,8 +252,7 @@ class ReceiverRank:
                 whole_model=request.staged,
             )
         assert self._direct is not None
-        sets = all(link.stable and transport.sends_sets for link, transport in self._links)
-        self._way = self._direct.plan(sets=sets, staged=request.staged)
+        self._way = self._direct.plan(sets=self._takes_sets(), staged=request.staged)
         self._defer_sets = not self._staged and self._way is Way.SETS
         self._next = self._new_coalescer(request.version)
         self._holds = (
@@ -274,6 +271,10 @@ class ReceiverRank:
             holds=self._holds,
         )
 
+    def _takes_sets(self) -> bool:
+        """All that comes stays where it lies, in weight sets as far as may be."""
+        return all(link.stable and transport.sends_sets for link, transport in self._links)
+
     def get_ready(self) -> None:
         """Look at the engine ahead of `Prepare`; until that comes, or `stand_down`, nothing may change its modules.
 
@@ -282,28 +283,29 @@ class ReceiverRank:
         if self._direct is not None and self._links:
             with contextlib.suppress(Exception):
                 self._adapter.check_ready()
-                self._direct.look()
+                self._direct.look(in_place=not self._staged and not self._takes_sets())
                 self._ready = True
 
     def stand_down(self) -> None:
         """Its modules may change again."""
-        if self._ready:
-            self._ready = False
-            assert self._direct is not None
+        self._ready = False
+        if self._direct is not None:
             self._direct.look_again()
 
-    def _receive(self, version: int, left_out: bytes) -> None:
+    def _receive(self, request: m.Transfer) -> None:
         assert self._manifest is not None and self._load_map is not None
         self._connecting = None
         self._began = self._arrived = time.monotonic()
         self._applied = self._whole = False
-        coalescer, self._next = self._next or self._new_coalescer(version), None
+        coalescer, self._next = self._next or self._new_coalescer(request.version), None
         sent = self._manifest
         links = tuple((link, transport, link.names) for link, transport in self._links)
-        if left_out:
-            part = self._part_without(left_out)
-            coalescer, sent, links = self._new_coalescer(version, part), part.sent, part.links
+        if request.left_out:
+            part = self._part_without(request.left_out)
+            coalescer, sent, links = self._new_coalescer(request.version, part), part.sent, part.links
         self._coalescer, self._came = coalescer, sent
+        if request.apply and self._direct is not None and self._way is Way.IN_PLACE:
+            self._direct.begin(coalescer)
         self._receiving = [
             Background(lambda entry=entry: self._drain(coalescer, sent, *entry), name="receive")  # type: ignore[misc]
             for entry in links

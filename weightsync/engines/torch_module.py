@@ -71,7 +71,10 @@ class TorchModuleAdapter:
 
     def live(self) -> dict[tuple[str, str], torch.Tensor]:
         """As `check_ready` found the modules; parameters are looked up anew."""
-        return {_place(path): local_part(tensor) for path, tensor in self._table().items()}
+        table = self._table()
+        if not has_sharded(table.items()):
+            return {_place(path): tensor for path, tensor in table.items()}
+        return {_place(path): local_part(tensor) for path, tensor in table.items()}
 
     def reachable(self) -> dict[str, dict[str, torch.Tensor]]:
         return reachable_tensors(self._module)
