@@ -6,8 +6,9 @@
     link        one `copy_` of one tensor, from each GPU to each other
     nccl        one raw broadcast, and the transport alone beside it, from GPU 0 to 1, 2, ... others (`benchmarks.nccl`)
     sessions    `sync.update()` through Ray of a torch module on GPU 0 into engines on GPUs 1, ..., for each number of them: what
-                `auto` takes, broadcast and cuda_ipc, verified and not
-    roots       the same from two trainers that hold the model each, on GPUs 0 and 1, and send half each, to the others
+                `auto` takes, broadcast and cuda_ipc, verified and not; beside them one raw broadcast between the same GPUs
+    roots       the same from two trainers that hold the model each, on GPUs 0 and 1, and send half each, to the others; raw: one
+                after the other
     slices      FSDP2 over two GPUs into tensor-parallel engines on two others, or the same two (`benchmarks.sharded`)
 
 Where there are more engines than GPUs without a trainer they share them, which NCCL takes from 2.30 on, with
@@ -21,7 +22,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,15 +114,26 @@ def session(size: str, trainers: Sequence[str], engines: Sequence[str], rounds: 
 
 def sessions(size: str, gpus: int, rounds: int, roots: int, most: int, *, cpu: bool) -> Iterator[Row]:
     place = sharded.Layout(gpus=0 if cpu else gpus)
-    trainers = [place.device(i) for i in range(roots)]
-    free = [place.device(i) for i in range(roots, gpus)] or [place.device(gpus - 1)]
+    trainers = range(roots)
+    free = range(roots, gpus) or [gpus - 1]
     direct = "shared_memory" if cpu else "cuda_ipc"
     for count in range(1, most + 1):
         engines = [free[i % len(free)] for i in range(count)]
+        if not cpu:
+            yield attempt(partial(raw_broadcast, size, trainers, engines), {"transport": "raw"})
         for transport in ("auto", "broadcast", direct):
             for digest in (True, False):
                 config = {"transport": transport, "digest": digest, "apply": "streaming"}
-                yield attempt(partial(session, size, trainers, engines, rounds, config), config)
+                ends = [place.device(i) for i in trainers], [place.device(i) for i in engines]
+                yield attempt(partial(session, size, *ends, rounds, config), config)
+
+
+def raw_broadcast(size: str, roots: Sequence[int], engines: Sequence[int]) -> Row:
+    """NCCL alone: each root sends its share to all engines, one root after the other."""
+    nbytes = layout(size)[1]
+    seconds = sum(nccl.raw([root, *engines], nbytes // len(roots) // 64 * 64) for root in roots)
+    found = {"update_s": seconds, "data_path_s": seconds, "gb_per_s": nbytes / seconds / 1e9}
+    return {"roots": len(roots), "engines": len(engines), "config": {"transport": "raw", "digest": False}} | found
 
 
 def attempt(run: Callable[[], Row], asked: dict[str, Any]) -> Row:
@@ -139,8 +151,8 @@ def attempt(run: Callable[[], Row], asked: dict[str, Any]) -> Row:
 
 def slices(gpus: int, megabytes: int, rounds: int, *, cpu: bool) -> Iterator[Row]:
     place = sharded.Layout(trainers=2, replicas=1, gpus=0 if cpu else gpus)
-    here = ("sharded_shared_memory",) if cpu else ("sharded_cuda_ipc",)
-    for transport in (*here, "sharded_broadcast", "sharded_rdt", "broadcast"):
+    here = "shared_memory" if cpu else "cuda_ipc"
+    for transport in (f"sharded_{here}", "sharded_broadcast", "sharded_rdt", here, "broadcast"):
         run = partial(sharded.measure, place, megabytes, transport, rounds, "32MiB")
         yield attempt(run, {"transport": transport})
 
@@ -191,25 +203,30 @@ def main() -> None:
     if asked.gpus < 2:
         parser.error("two GPUs at least; --gpus says how many to use")
     start_ray()
-    found: dict[str, list[Row]] = {}
     nbytes = layout(asked.size)[1]
-    if "link" in asked.only and not asked.cpu:
-        found["link"] = copies(asked.gpus, asked.rounds)
-    if "nccl" in asked.only and not asked.cpu:
-        found["nccl"] = [
-            row for ranks in range(2, asked.gpus + 1) for row in nccl.measure(ranks, nbytes, BUCKET_BYTES, spread=True)
-        ]
-    if "sessions" in asked.only:
-        most = asked.engines or asked.gpus - 1
-        found["sessions"] = list(sessions(asked.size, asked.gpus, asked.rounds, 1, most, cpu=asked.cpu))
-    if "roots" in asked.only:
-        most = max(asked.gpus - 2, 1)
-        found["roots"] = list(sessions(asked.size, asked.gpus, asked.rounds, 2, most, cpu=asked.cpu))
-    if "slices" in asked.only:
-        found["slices"] = list(slices(asked.gpus, asked.slices_mb, asked.rounds, cpu=asked.cpu))
+    most = {"sessions": asked.engines or asked.gpus - 1, "roots": max(asked.gpus - 2, 1)}
+    arguments = asked.size, asked.gpus, asked.rounds
+    sections: dict[str, Callable[[], Iterable[Row]]] = {
+        "link": lambda: copies(asked.gpus, asked.rounds),
+        "nccl": lambda: (
+            row for ranks in range(2, asked.gpus + 1) for row in nccl.measure(range(ranks), nbytes, BUCKET_BYTES)
+        ),
+        "sessions": lambda: sessions(*arguments, 1, most["sessions"], cpu=asked.cpu),
+        "roots": lambda: sessions(*arguments, 2, most["roots"], cpu=asked.cpu),
+        "slices": lambda: slices(asked.gpus, asked.slices_mb, asked.rounds, cpu=asked.cpu),
+    }
     gpu = None if asked.cpu else torch.cuda.get_device_name(0)
     settings = {"gpu": gpu, "gpus": asked.gpus, "size": asked.size, "nbytes": nbytes, "rounds": asked.rounds}
-    write_record(asked.out, ("weightsync", "torch", "ray", "nixl"), settings | found)
+    found: dict[str, list[Row]] = {}
+    for section in SECTIONS:
+        if section not in asked.only or (asked.cpu and section in ("link", "nccl")):
+            continue
+        found[section] = []
+        for row in sections[section]():
+            found[section].append(row)
+            write_record(
+                asked.out, ("weightsync", "torch", "ray", "nixl"), settings | found
+            )  # in case the next never ends
     Console(width=140).print(table(found))
 
 

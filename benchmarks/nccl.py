@@ -150,14 +150,13 @@ def serve(connection: Connection, rank: int, size: int, index: int, nbytes: int)
 class Ranks:
     """All ranks; `ask` has all do something at once and returns the seconds until the last has, with what they returned."""
 
-    def __init__(self, size: int, nbytes: int, *, spread: bool) -> None:
+    def __init__(self, gpus: Sequence[int], nbytes: int) -> None:
+        """*gpus*: of each rank."""
         context = multiprocessing.get_context("spawn")
         self._ends, self._processes = [], []
-        for rank in range(size):
+        for rank, gpu in enumerate(gpus):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(theirs, rank, size, rank if spread else 0, nbytes), daemon=True
-            )
+            process = context.Process(target=serve, args=(theirs, rank, len(gpus), gpu, nbytes), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(ours)
@@ -191,16 +190,26 @@ def seconds(of: Callable[[], float]) -> list[float]:
     return [of() for _ in range(ROUNDS)]
 
 
-def measure(size: int, nbytes: int, bucket_bytes: Sequence[int], *, spread: bool) -> list[dict[str, Any]]:
-    """Every case of one number of ranks."""
+def raw(gpus: Sequence[int], nbytes: int) -> float:
+    """Median seconds of NCCL alone, from a rank on the first GPU to one on each of the others."""
+    ranks = Ranks(gpus, nbytes)
+    try:
+        ranks.ask("join", new_unique_id())
+        return statistics.median(seconds(lambda: ranks.ask("raw")[0]))
+    finally:
+        ranks.close()
+
+
+def measure(gpus: Sequence[int], nbytes: int, bucket_bytes: Sequence[int]) -> list[dict[str, Any]]:
+    """Every case of ranks on these GPUs, the trainer's first."""
     found: list[dict[str, Any]] = []
 
     def note(case: str, times: list[float], **more: Any) -> None:
         median = statistics.median(times)
         row = {
             "case": case,
-            "ranks": size,
-            "gpus": size if spread else 1,
+            "ranks": len(gpus),
+            "gpus": len(set(gpus)),
             "nbytes": nbytes,
             "seconds": median,
             "min": min(times),
@@ -211,19 +220,19 @@ def measure(size: int, nbytes: int, bucket_bytes: Sequence[int], *, spread: bool
         found.append(row)
         print(json.dumps(row), flush=True)
 
-    ranks = Ranks(size, nbytes, spread=spread)
+    ranks = Ranks(gpus, nbytes)
     try:
         ranks.ask("join", new_unique_id())
-        raw = seconds(lambda: ranks.ask("raw")[0])
-        note("raw", raw)
+        alone = seconds(lambda: ranks.ask("raw")[0])
+        note("raw", alone)
         ranks.ask("leave")
         ranks.ask("hold")
-        gpus = tuple(ranks.ask("uuid")[1])
+        uuids = tuple(ranks.ask("uuid")[1])
         for bucket in bucket_bytes:
             for digest in (True, False):
                 context = {
                     "sender": 0,
-                    "num_receivers": size - 1,
+                    "num_receivers": len(gpus) - 1,
                     "host": "127.0.0.1",
                     "token": secrets.token_hex(16),
                     "timeout_s": 60.0,
@@ -231,12 +240,12 @@ def measure(size: int, nbytes: int, bucket_bytes: Sequence[int], *, spread: bool
                     "gpu_bucket_bytes": bucket,
                     "staging_limit_bytes": 4 << 30,
                     "digest": digest,
-                    "gpus": gpus,
+                    "gpus": uuids,
                 }
                 address = ranks.ask("open", context)[1][0]
                 ranks.ask("connect", address)
                 ours = seconds(lambda digest=digest: ranks.ask("move", 1, digest)[0])  # type: ignore[misc]
-                share = statistics.median(raw) / statistics.median(ours)
+                share = statistics.median(alone) / statistics.median(ours)
                 note("ours", ours, digest=digest, bucket_bytes=bucket, of_raw=share)
                 ranks.ask("check")
                 ranks.ask("close")
@@ -255,7 +264,8 @@ def main() -> None:
     arguments = parser.parse_args()
     nbytes = int(arguments.gb * 1e9) // 64 * 64
     buckets = [mib << 20 for mib in arguments.bucket_mib]
-    cases = [row for size in arguments.ranks for row in measure(size, nbytes, buckets, spread=arguments.spread)]
+    places = [range(size) if arguments.spread else [0] * size for size in arguments.ranks]
+    cases = [row for gpus in places for row in measure(gpus, nbytes, buckets)]
     environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     facts = {"gpu": torch.cuda.get_device_name(0), "nccl": nccl_version(), "environment": environment}
     write_record(arguments.out, ("weightsync", "torch"), {"rounds": ROUNDS, **facts, "cases": cases})

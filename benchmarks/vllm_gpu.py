@@ -21,7 +21,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -165,7 +165,15 @@ class Clock:
         return self() > self._limit_s
 
 
-def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, clock: Clock) -> Measured:
+def measure(
+    engine: Any,
+    trainer: Any,
+    file: Path,
+    fresh: Outputs,
+    rounds: int,
+    variants: Mapping[str, dict[str, Any]],
+    clock: Clock,
+) -> Measured:
     """All that is measured of one engine; variants for which no time is left are left out."""
     nbytes = ray.get(trainer.nbytes.remote())
     found = Measured(
@@ -181,7 +189,7 @@ def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, 
 
     print(f"{clock():.0f} s: copy {1e3 * copy_s:.2f} ms, bare reload {1e3 * bare_s:.0f} ms", flush=True)
     ranks: list[RankRow] = []
-    for name, config in VARIANTS.items():
+    for name, config in variants.items():
         if clock.is_over():
             continue
         row = found.updates[name] = Row()
@@ -195,7 +203,9 @@ def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, 
                 report = sync.update()
                 seconds = time.perf_counter() - start
                 ranks = [of for of in report.ranks if of.rank.startswith("engine")]
-                assert len(ranks) > 1 or set(report.transports.values()) == {AUTO}, report.transports
+                assert len(ranks) > 1 or set(report.transports.values()) == {config.get("transport", AUTO)}, (
+                    report.transports
+                )
                 assert report.apply == config["apply"], report.apply
                 if i >= 0:
                     row.update_s.append(seconds)
@@ -229,7 +239,13 @@ def measure(engine: Any, trainer: Any, file: Path, fresh: Outputs, rounds: int, 
 
 
 def run(
-    folder: Path, sizes: dict[str, int], rounds: int, arguments: dict[str, Any], wanted: list[str], clock: Clock
+    folder: Path,
+    sizes: dict[str, int],
+    rounds: int,
+    arguments: dict[str, Any],
+    wanted: list[str],
+    variants: Mapping[str, dict[str, Any]],
+    clock: Clock,
 ) -> dict[str, Measured]:
     # An actor without a GPU of its own sees all of them.
     share = GPU_SHARE if arguments.get("tensor_parallel_size", 1) == 1 else dict.fromkeys(GPU_SHARE, 0.0)
@@ -249,7 +265,7 @@ def run(
     print(f"{clock():.0f} s: the engines stand", flush=True)
     found = {}
     for name, engine in engines.items():
-        found[name] = measure(engine, trainer, file, fresh[name], rounds, clock)
+        found[name] = measure(engine, trainer, file, fresh[name], rounds, variants, clock)
         print(f"{clock():.0f} s: {name} is measured", flush=True)
     ray.get([engine.stop.remote() for engine in engines.values()])
     return found
@@ -286,6 +302,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="3.65GB")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument(
+        "--updates", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="which kinds, in this order"
+    )
+    parser.add_argument("--transport", help="instead of what auto takes")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--limit-s", type=float, default=125, help="begin no more variants after so many seconds")
     parser.add_argument(
@@ -296,17 +316,20 @@ def main() -> None:
     asked = parser.parse_args()
     clock = Clock(asked.limit_s)
     arguments: dict[str, Any] = {"attention_backend": asked.attention_backend} if asked.attention_backend else {}
+    transport = {"transport": asked.transport} if asked.transport else {}
+    variants = {name: VARIANTS[name] | transport for name in asked.updates}
     start_ray()
     if asked.tensor_parallel_size > 1:
         arguments["tensor_parallel_size"] = asked.tensor_parallel_size
     with tempfile.TemporaryDirectory() as folder:
-        measured = run(Path(folder), MODELS[asked.model], asked.rounds, arguments, asked.engines, clock)
+        measured = run(Path(folder), MODELS[asked.model], asked.rounds, arguments, asked.engines, variants, clock)
     packages = ("torch", "ray", "vllm", "cupy-cuda13x", "cupy-cuda12x", "weightsync")
     settings = {
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "rounds": asked.rounds,
         "model": MODELS[asked.model],
         "attention_backend": asked.attention_backend,
+        "transport": asked.transport,
         "tensor_parallel_size": asked.tensor_parallel_size,
     }
     write_record(asked.out, packages, settings | {"measured": {name: asdict(of) for name, of in measured.items()}})
