@@ -87,6 +87,12 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     assert SyncConfig.load(written(tmp_path, "# nothing yet\n")) == SyncConfig()
 
 
+@pytest.mark.parametrize("key", ["timeout_s", "audit_every", "retries"])
+def test_a_keyword_that_is_no_number_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: expected a number, got '60'"):
+        SyncConfig(**{key: "60"})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("data", "key", "match"),
     [

@@ -554,6 +554,37 @@ def two_hosts(
     return Session(fleet, settings), fleet
 
 
+@pytest.mark.parametrize("gpu", ["GPU-1", ""])
+def test_whose_bytes_leave_the_gpu_that_both_ends_are_on_for_want_of_cupy_is_logged(
+    gpu: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, engine = Model(1), Model(2)
+    sender, receiver = SenderRank(0, lambda: trainer), ReceiverRank(TorchModuleAdapter(engine))
+
+    def on_gpu(reply: Any) -> list[bytes]:
+        if isinstance(reply, Description | ReceiverOpened):
+            reply = replace(reply, identity=replace(reply.identity, gpu=gpu, cupy=""))
+        return [encode(reply)]
+
+    fleet = LocalFleet(
+        [lambda payload: on_gpu(sender.handle(decode_call(payload)))],
+        [lambda payload: on_gpu(receiver.handle(decode_call(payload)))],
+    )
+    session = Session(fleet, config())
+    try:
+        session.open()
+        assert set(session.update().transports.values()) == {"shared_memory"}
+        assert weights(engine) == weights(trainer)
+    finally:
+        session.close()
+        fleet.close()
+    warned = [record.getMessage() for record in caplog.records if "cupy" in record.getMessage()]
+    assert len(warned) == bool(gpu)
+    for text in warned:
+        assert f"pid {os.getpid()}) has no cupy; pip install" in text
+        assert "travel through CPU memory" in text
+
+
 @pytest.mark.parametrize("bucket_bytes", ["16MiB", 16_384])
 def test_one_trainer_serves_two_hosts_over_two_transports(bucket_bytes: str | int) -> None:
     trainer, near, far = Stack(1), Stack(2), Stack(3)

@@ -146,6 +146,10 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             msgspec.structs.force_setattr(self, "min_bandwidth_bytes", nbytes)
         for pattern, name in self.wire_dtype.items():
             floating_dtype(name, key=f"wire_dtype.{pattern}")
+        for key in ("timeout_s", "audit_every", "retries"):
+            value = getattr(self, key)
+            if not isinstance(value, int | float):
+                raise ConfigError(f"{key}: expected a number, got {value!r}", key=key)
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout_s: must be more than 0 and finite, is {self.timeout_s:g}", key="timeout_s")
         if self.audit_every < 1:

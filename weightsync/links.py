@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from weightsync.registry import carrier_of, needs_helpers, takes_boxes, takes_sh
 from weightsync.report import LinkRow
 from weightsync.routes import Rank, Route, orders_of, plan_routes
 
+_log = logging.getLogger("weightsync")
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -26,6 +29,26 @@ class Link:
     receivers: tuple[tuple[str, int], ...]
     pairs: tuple[str, ...]
     """"trainer 0 -> engine 1 rank 0", for reports."""
+
+
+def _warn_of_detours(
+    trainers: Sequence[m.Description],
+    ranks: Mapping[Rank, m.ReceiverOpened],
+    transports: Mapping[tuple[int, Rank], str],
+) -> None:
+    """Say for whom bytes leave the GPU that both ends are on, once for all pairs."""
+    pairs = [
+        (trainers[i].identity, ranks[place].identity)
+        for (i, place), name in transports.items()
+        if name == "shared_memory"
+    ]
+    without = [end for of, to in pairs if of.gpu and of.gpu == to.gpu for end in (of, to) if not end.cupy]
+    if without:
+        _log.warning(
+            "transport auto: bytes between processes on one GPU travel through CPU memory (shared_memory), because %s has no "
+            'cupy; pip install "weightsync[cuda13]" (or cuda12) for cuda_ipc',
+            " and ".join(dict.fromkeys(f"the process ({end})" for end in without[:2])),
+        )
 
 
 def plan_links(
@@ -159,6 +182,8 @@ class Links:
             [trainer.identity for trainer in held],
             {place: rank.identity for place, rank in ranks.items()},
         )
+        if self._config.transport == "auto":
+            _warn_of_detours(held, ranks, transports)
         takers = {place: rank for place, rank in ranks.items() if takes_shards(transports[0, place])}
         apart = {place for (_, place), name in transports.items() if place in takers and takes_boxes(name)}
         routes = plan_routes(manifest, held, takers, list(self._routes.values()), apart) if takers else {}
