@@ -10,6 +10,7 @@ process; the clock is the sender's and starts and stops when all ranks have met.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,7 @@ class Rank:
         self.end.connect() if self.rank == 0 else self.end.connect(address)
         assert isinstance(self.end._payloads, NcclGroup), "this is to measure NCCL"
 
-    def move(self, version: int, digest: bool) -> None:
+    def move(self, version: int, digest: bool, beside: bool) -> None:
         of = Transfer(version=version, manifest=self.manifest, names=tuple(self.tensors), held=True)
         if self.rank == 0:
             tensors = [(self.manifest.by_name[name], tensor) for name, tensor in self.tensors.items()]
@@ -119,7 +121,7 @@ class Rank:
             for piece in chunk.pieces:
                 place = self.tensors[piece.name].view(torch.uint8)[piece.start : piece.start + piece.nbytes]
                 moves.append((chunk.payload[piece.offset : piece.offset + piece.nbytes], place))
-            found = run_flat(moves, self.device, digest=digest)
+            found = run_flat(moves, self.device, digest=digest, beside=beside)
             assert not digest or found.tolist() == [piece.digest for piece in chunk.pieces]
             chunk.release()
 
@@ -200,8 +202,10 @@ def raw(gpus: Sequence[int], nbytes: int) -> float:
         ranks.close()
 
 
-def measure(gpus: Sequence[int], nbytes: int, bucket_bytes: Sequence[int]) -> list[dict[str, Any]]:
-    """Every case of ranks on these GPUs, the trainer's first."""
+def measure(
+    gpus: Sequence[int], nbytes: int, bucket_bytes: Sequence[int], readers: Sequence[str] = ("whole",)
+) -> list[dict[str, Any]]:
+    """Every case of ranks on these GPUs, the trainer's first; receivers read each bucket with the whole GPU, or half of it."""
     found: list[dict[str, Any]] = []
 
     def note(case: str, times: list[float], **more: Any) -> None:
@@ -228,7 +232,7 @@ def measure(gpus: Sequence[int], nbytes: int, bucket_bytes: Sequence[int]) -> li
         ranks.ask("leave")
         ranks.ask("hold")
         uuids = tuple(ranks.ask("uuid")[1])
-        for bucket in bucket_bytes:
+        for bucket, reader in itertools.product(bucket_bytes, readers):
             for digest in (True, False):
                 context = {
                     "sender": 0,
@@ -244,9 +248,9 @@ def measure(gpus: Sequence[int], nbytes: int, bucket_bytes: Sequence[int]) -> li
                 }
                 address = ranks.ask("open", context)[1][0]
                 ranks.ask("connect", address)
-                ours = seconds(lambda digest=digest: ranks.ask("move", 1, digest)[0])  # type: ignore[misc]
+                ours = seconds(partial(lambda *how: ranks.ask("move", 1, *how)[0], digest, reader == "half"))
                 share = statistics.median(alone) / statistics.median(ours)
-                note("ours", ours, digest=digest, bucket_bytes=bucket, of_raw=share)
+                note("ours", ours, digest=digest, bucket_bytes=bucket, reader=reader, of_raw=share)
                 ranks.ask("check")
                 ranks.ask("close")
     finally:
@@ -259,13 +263,14 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=16.0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[512])
+    parser.add_argument("--readers", choices=("whole", "half"), nargs="+", default=["whole"], help="of the GPU")
     parser.add_argument("--spread", action="store_true", help="rank i on GPU i, not all on the first")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/nccl.json"))
     arguments = parser.parse_args()
     nbytes = int(arguments.gb * 1e9) // 64 * 64
     buckets = [mib << 20 for mib in arguments.bucket_mib]
     places = [range(size) if arguments.spread else [0] * size for size in arguments.ranks]
-    cases = [row for gpus in places for row in measure(gpus, nbytes, buckets)]
+    cases = [row for gpus in places for row in measure(gpus, nbytes, buckets, arguments.readers)]
     environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     facts = {"gpu": torch.cuda.get_device_name(0), "nccl": nccl_version(), "environment": environment}
     write_record(arguments.out, ("weightsync", "torch"), {"rounds": ROUNDS, **facts, "cases": cases})

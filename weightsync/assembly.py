@@ -146,8 +146,11 @@ class GroupAssembly(Arrival):
         """
         with self._changed:
             self._raise_if_failed()
-            come = {self._table.index.get(name) for name in self._arrived}
-            self._landing = {name: place for name, place in places.items() if self._table.index.get(name) not in come}
+            self._landing = places
+            if come := {self._table.index.get(name) for name in self._arrived}:
+                self._landing = {
+                    name: place for name, place in places.items() if self._table.index.get(name) not in come
+                }
 
     def stop_landing(self) -> None:
         """The consumer has failed: what comes from now on is staged. What was written until then, `has_begun` knows."""
