@@ -78,6 +78,8 @@ class NcclGroup:
         self.largest_bytes = 0
         """Of a bucket."""
         self._in_flight = 0
+        self._not_given: Flight | None = None
+        """That NCCL, in a thread of its own, is still giving the stream."""
         self.num_landed = 0
         """Buckets, of all transfers."""
         self._lock = threading.Lock()
@@ -181,12 +183,11 @@ class NcclGroup:
         with self._ends_on_error():
             comm, stream = self._of_live(), self._stream
             assert stream is not None
+            self._settle(what)
             stream.wait_stream(stream_of(self.device))
             comm.broadcast(payload.data_ptr(), payload.numel(), root=SENDER, stream=stream)
             self._in_flight += 1
-            self._settle(what)
-            flight = Flight(torch.cuda.Event(), what)
-            flight.event.record(stream)
+            self._not_given = flight = Flight(torch.cuda.Event(), what)
         return flight
 
     def wait(self, flight: Flight, meanwhile: Callable[[], None] | None = None) -> None:
@@ -200,12 +201,20 @@ class NcclGroup:
         self.num_landed += 1
 
     def _has_landed(self, flight: Flight) -> bool:
-        self._of_live().is_ready()
-        return bool(flight.event.query())
+        self._is_settled()
+        return flight is not self._not_given and bool(flight.event.query())
 
     def _settle(self, what: str) -> None:
-        """Wait until NCCL has given the stream what was called last."""
-        self._poll(lambda: self._of_live().is_ready(), what)
+        """Wait until NCCL has given the stream what was called last: before that it takes no other call."""
+        self._poll(self._is_settled, what)
+
+    def _is_settled(self) -> bool:
+        if not self._of_live().is_ready():
+            return False
+        if self._not_given is not None:
+            self._not_given.event.record(self._stream)
+            self._not_given = None
+        return True
 
     def _poll(self, is_done: Callable[[], bool], what: str, meanwhile: Callable[[], None] | None = None) -> None:
         looked = began = time.monotonic()

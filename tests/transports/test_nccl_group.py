@@ -232,6 +232,8 @@ class FakeCommunicator:
     def __init__(self, unique_id: bytes, *, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device, self._id = rank, size, device, unique_id
         self._calls = itertools.count()
+        self._called: Callable[[], None] | None = None
+        """Gives the stream what was called last; as NCCL does, some time after the call."""
         self.ended = ""
         with machine.lock:
             machine.worlds.setdefault(unique_id, []).append(self)
@@ -239,13 +241,26 @@ class FakeCommunicator:
     def is_ready(self) -> bool:
         if self.ended:
             raise TransportError("the NCCL communicator has ended")
-        return len(machine.worlds[self._id]) == self.size
+        if len(machine.worlds[self._id]) < self.size:
+            return False
+        called, self._called = self._called, None
+        if called is not None:
+            called()
+            return False
+        return True
 
     def broadcast(self, address: int, nbytes: int, *, root: int, stream: FakeStream) -> None:
         assert root == 0
-        with machine.lock:
-            stream.last = machine.operations.setdefault((self._id, next(self._calls)), Operation(self.size))
-            machine.queues.setdefault((self.device, self.rank), deque()).append((self, stream.last, address, nbytes))
+        assert self._called is None, "NCCL was called before it had done what was called last"
+
+        def give() -> None:
+            with machine.lock:
+                stream.last = machine.operations.setdefault((self._id, next(self._calls)), Operation(self.size))
+                machine.queues.setdefault((self.device, self.rank), deque()).append(
+                    (self, stream.last, address, nbytes)
+                )
+
+        self._called = give
 
     def finalize(self) -> None: ...
 
