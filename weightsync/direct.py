@@ -82,7 +82,8 @@ class DirectApply:
         self._addresses: list[int] = []
         """Of the live tensors, when the update was planned."""
         self._looked = False
-        self._has_begun = False
+        self._begun: Live | None = None
+        """The live tensors, where the update has begun already."""
         self._room: Mapping[str, torch.Tensor] | None = None
         """By canonical name: where the next update may be written as it arrives; None: not looked up yet."""
         self._since_audit = 0
@@ -135,7 +136,7 @@ class DirectApply:
 
     def look_again(self) -> None:
         """They may be moved before `plan`."""
-        self._looked, self._room = False, None
+        self._looked, self._room, self._begun = False, None, None
 
     def plan(self, *, sets: bool, staged: bool) -> Way:
         """How the next update will be loaded.
@@ -182,19 +183,17 @@ class DirectApply:
         Raises:
             EngineStateError: the engine's parameters have moved since the plan.
         """
-        if self._direct is None:
-            return
-        self._still_there(self._direct)
-        self._direct.synchronize()
-        room, self._room, self._has_begun = self._room, None, True
-        if room is not None:
-            coalescer.land(room)
+        if self._direct is not None:
+            self._begun = self._begin(self._direct, coalescer)
 
-    def _still_there(self, adapter: DirectAdapter) -> Live:
-        """The live tensors, which must be where they were when the update was planned."""
+    def _begin(self, adapter: DirectAdapter, coalescer: Coalescer) -> Live:
         live = adapter.live()
         if addresses_of(live) != self._addresses:
             raise EngineStateError("the engine's parameters were moved during the update; update again")
+        adapter.synchronize()
+        room, self._room = self._room, None
+        if room is not None:
+            coalescer.land(room)
         return live
 
     def apply(self, way: Way, coalescer: Coalescer, *, verify: bool) -> int:
@@ -210,17 +209,15 @@ class DirectApply:
 
         On a GPU what copies did is done when the current stream has come so far.
         """
-        has_begun, self._has_begun = self._has_begun, False
+        live, self._begun = self._begun, None
         come = dict.fromkeys(coalescer.keys, way.value)
         self.reloaded = {**come, **self._reasons(come)}
         if not come:
             return 0
         if self._direct is None or way is Way.RELOAD:
             return self._adapter.apply(coalescer.groups(private=self.reasons))
-        if not has_begun:
-            self.begin(coalescer)
-            self._has_begun = False
-        live = self._direct.live()
+        if live is None:
+            live = self._begin(self._direct, coalescer)
         self._refuse_contested(live)
         reasons = self._reasons(come)
         if way is Way.OBSERVE:
