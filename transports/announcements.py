@@ -33,6 +33,8 @@ class Header(msgspec.Struct, tag=True, frozen=True):
     version: int
     manifest_digest: str
     pieces: tuple[Piece, ...]
+    more: bool = False
+    """Where links take turns: another bucket comes in the same turn."""
 
 
 _headers: msgspec.msgpack.Decoder[Header | BucketPlan] = msgspec.msgpack.Decoder(Header | BucketPlan)
@@ -81,6 +83,10 @@ class Incoming:
         self._sizes = torch.zeros(2, dtype=torch.int64)
         self._work: Any = None
         self._ended = False
+
+    @property
+    def who(self) -> str:
+        return self._group.who
 
     def next_if_announced(self) -> Arriving | None:
         """The next bucket; None where it was not announced yet, or there is none."""

@@ -25,11 +25,12 @@ from weightsync.errors import TransportError, WeightSyncError
 from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTransport, Transfer, TransferStats
 from weightsync.manifest import TensorMeta
 from weightsync.ranks import SENDER, group_rank
-from weightsync.transports.announced import receive_announced, receive_in_turns, send_announced
+from weightsync.transports.announced import receive_announced, send_announced
 from weightsync.transports.announcements import PLAN, Header, Incoming, announce, give_up
 from weightsync.transports.backend import backend_of
 from weightsync.transports.bucketplan import BucketPlan, PlannedBuckets, can_plan, planned_bytes
 from weightsync.transports.gloo_group import Address, GlooGroup, GlooPayload, node_host
+from weightsync.transports.in_turns import receive_in_turns, send_in_turns
 from weightsync.transports.nccl_group import NcclGroup
 from weightsync.transports.planned import receive_planned, send_planned
 
@@ -102,12 +103,23 @@ class BroadcastSender(SenderTransport):
                 content = self._send_by_plan(transfer, planned, tensors, group, payloads)
             else:
                 payloads.begin(transfer.version)
-                content = send_announced(transfer, tensors, group, payloads, digest=self.context.digest)
+                content = self._send_as_packed(transfer, tensors, group, payloads)
         except Exception:
             payloads.stop()
             raise
         self._is_sent = True
         return TransferStats(content.nbytes, content.value)
+
+    def _send_as_packed(
+        self,
+        transfer: Transfer,
+        tensors: Iterable[tuple[TensorMeta, torch.Tensor]],
+        group: GlooGroup,
+        payloads: GlooPayload | NcclGroup,
+    ) -> ContentDigest:
+        if isinstance(payloads, NcclGroup) and payloads.in_turns:
+            return send_in_turns(transfer, tensors, group, payloads, digest=self.context.digest)
+        return send_announced(transfer, tensors, group, payloads, digest=self.context.digest)
 
     def _send_by_plan(
         self,
@@ -123,7 +135,7 @@ class BroadcastSender(SenderTransport):
         plan = planned.number, transfer.manifest.digest
         payloads.begin(transfer.version, planned.number if plan == self._told else 0, lambda: planned.fill(0))
         if payloads.in_turns:
-            return send_announced(transfer, known, group, payloads, digest=self.context.digest)
+            return self._send_as_packed(transfer, known, group, payloads)
         if plan != self._told:
             announce(group, planned.tell(transfer.manifest.digest), PLAN, "the plan of its buckets")()
             self._told = plan

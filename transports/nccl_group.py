@@ -1,7 +1,7 @@
 """One link's payloads over NCCL: a communicator of its own beside the link's gloo group, which keeps all the rest.
 
     connect     unique id over gloo, join, one broadcast that opens NCCL's connections
-    a transfer  all members meet over gloo; where a GPU takes part in several links, each bucket takes a turn (`turns`)
+    a transfer  all members meet over gloo; where a GPU takes part in several links, they take turns (`turns`)
     a bucket    announced over gloo, so that nobody starts a kernel for which the others are not on their way
     close       finalize and destroy; after a failure, or where that takes long, abort, which ends kernels that run
 
@@ -80,6 +80,8 @@ class NcclGroup:
         self._in_flight = 0
         self._not_given: Flight | None = None
         """That NCCL, in a thread of its own, is still giving the stream."""
+        self._last_given: torch.cuda.Event | None = None
+        """After the last bucket that the stream was given."""
         self.num_landed = 0
         """Buckets, of all transfers."""
         self._lock = threading.Lock()
@@ -155,7 +157,8 @@ class NcclGroup:
 
     @contextlib.contextmanager
     def turn(self, what: str) -> Iterator[None]:
-        """Collective: for one bucket, no other link has kernels on the members' GPUs."""
+        """Collective: what is started within comes, on all members' GPUs, after what other links started in their turns before,
+        and before what they start in later ones."""
         gloo, taken = self._gloo, False
         deadline = time.monotonic() + self._timeout_s
 
@@ -164,17 +167,21 @@ class NcclGroup:
             if time.monotonic() > deadline:
                 raise UpdateTimeoutError(f"{gloo.who}: another link kept {self.device} for {self._timeout_s:g} s")
 
+        gloo.sum([0], f"the members for {what}")  # nobody keeps a GPU for one that is reading
+        given = None
         try:
             for member in self._order:
                 if member == gloo.rank:
-                    TURNS.take(str(self.device), self._token, check)
-                    taken = True
+                    before, taken = TURNS.take(str(self.device), self._token, check), True
+                    if before is not None and self._stream is not None:
+                        self._stream.wait_event(before)
                 gloo.wait(gloo.start(torch.zeros(1, dtype=torch.uint8), root=member), f"the turn for {what}")
             yield
-            gloo.sum([0], f"the end of {what}")
+            self._settle(what)
+            given = self._last_given
         finally:
             if taken:
-                TURNS.give(str(self.device), self._token)
+                TURNS.give(str(self.device), self._token, given)
 
     def start(self, payload: torch.Tensor, what: str) -> Flight:
         """Collective: begin to broadcast *payload* from rank 0; its bytes must be in place when this package's stream has
@@ -212,7 +219,8 @@ class NcclGroup:
         if not self._of_live().is_ready():
             return False
         if self._not_given is not None:
-            self._not_given.event.record(self._stream)
+            self._last_given = self._not_given.event
+            self._last_given.record(self._stream)
             self._not_given = None
         return True
 

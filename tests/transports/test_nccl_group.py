@@ -27,9 +27,11 @@ from weightsync.testing import TransportSuite
 from weightsync.testing.link import Pairs, Tensors, TransportCase, items, model, receive_all, transfer
 from weightsync.testing.suite import at_most, raises
 from weightsync.transports import announcements, backend, broadcast, nccl, nccl_group
+from weightsync.transports.announcements import Arriving, Header
 from weightsync.transports.backend import backend_of
 from weightsync.transports.broadcast import BroadcastReceiver, BroadcastSender
 from weightsync.transports.bucketplan import BucketPlan
+from weightsync.transports.in_turns import next_turn
 from weightsync.transports.turns import Turns
 
 # ---- what is the same on any machine ----------------------------------------------------------------------------
@@ -141,11 +143,18 @@ def test_a_turn_is_one_links_until_all_its_ends_gave_it_back() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     assert not taken.wait(0.05)
-    turns.give("gpu", "a")
+    turns.give("gpu", "a", "after a")
     assert taken.wait(5)
+    turns.give("gpu", "b")
+    assert turns.take("gpu", "b", lambda: None) == "after a"
+    turns.give("gpu", "b", "after b")
+    assert turns.take("gpu", "a", lambda: None) == "after b"
+    turns.give("gpu", "a")
     for token in ("a", "b", "a", "a"):
         turns.leave("gpu", token)
     assert turns.num_links("gpu") == 0
+    turns.join("gpu", "c")
+    assert turns.take("gpu", "c", lambda: None) is None, "what waits for the kernels of links that are closed"
 
 
 # ---- the protocol over a stand-in -----------------------------------------------------------------------------------
@@ -175,6 +184,8 @@ class Machine:
         """Kernels do not run."""
         self.wire_s = 0.0
         """How long a broadcast takes."""
+        self.num_behind_another = 0
+        """Kernels that were given to a GPU behind one of another link."""
 
     def new_unique_id(self) -> bytes:
         return next(self.ids).to_bytes(128, "little")
@@ -216,6 +227,8 @@ class FakeStream:
     def synchronize(self) -> None: ...
 
     def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
 
 
 class FakeEvent:
@@ -468,6 +481,36 @@ class TestOnStandIns(OnStandIns):
         for sender, receivers in links:
             for close in (sender.close, *(receiver.close for receiver in receivers)):
                 self.soon(close)
+
+    def test_a_links_next_buckets_wait_on_the_gpu_while_anothers_are_on_their_way(self) -> None:
+        links = [self._open(sender) for sender in range(2)]
+        self._move(1, links, collective=False)
+        machine.wire_s, machine.num_behind_another = 0.02, 0
+        self._move(2, links, collective=False)
+        assert machine.num_behind_another > 2
+        for sender, receivers in links:
+            for close in (sender.close, *(receiver.close for receiver in receivers)):
+                self.soon(close)
+
+    def test_a_sender_that_announces_more_for_a_turn_than_there_is_room_for_is_refused(self) -> None:
+        said: list[tuple[Header, Arriving]] = [
+            (Header(1, "", (), more=True), Arriving(f"bucket {i}", 1, torch.empty(0), None)) for i in range(6)
+        ]
+
+        class Said:
+            who = "broadcast link of sender 3"
+
+            def next(self) -> Arriving | None:
+                return said[0][1] if said else None
+
+            def header(self, arriving: Arriving) -> Header:
+                return said.pop(0)[0]
+
+        with pytest.raises(TransportError, match="sender 3: it announced more than 4 buckets at once"):
+            next_turn(Said(), 4)  # type: ignore[arg-type]
+        assert len(said) == 2
+        with pytest.raises(TransportError, match="sender 3: it announced a bucket that did not come"):
+            next_turn(Said(), 4)  # type: ignore[arg-type]
 
     def _open(self, index: int) -> tuple[BroadcastSender, list[BroadcastReceiver]]:
         """A link of which the ends are on GPUs of their own, the receivers on the same as those of the other links."""
