@@ -269,9 +269,9 @@ class FakeCommunicator:
         def give() -> None:
             with machine.lock:
                 stream.last = machine.operations.setdefault((self._id, next(self._calls)), Operation(self.size))
-                machine.queues.setdefault((self.device, self.rank), deque()).append(
-                    (self, stream.last, address, nbytes)
-                )
+                queue = machine.queues.setdefault((self.device, self.rank), deque())
+                machine.num_behind_another += any(comm is not self for comm, *_ in queue)
+                queue.append((self, stream.last, address, nbytes))
 
         self._called = give
 
@@ -484,10 +484,10 @@ class TestOnStandIns(OnStandIns):
 
     def test_a_links_next_buckets_wait_on_the_gpu_while_anothers_are_on_their_way(self) -> None:
         links = [self._open(sender) for sender in range(2)]
-        self._move(1, links, collective=False)
-        machine.wire_s, machine.num_behind_another = 0.02, 0
-        self._move(2, links, collective=False)
-        assert machine.num_behind_another > 2
+        machine.wire_s = 0.05
+        shares = {f"t{i}": torch.full((16 << 10,), float(i)) for i in range(16)}  # a bucket each, two in a turn
+        self._move(1, links, collective=False, tensors=shares)
+        assert machine.num_behind_another >= 8  # two turns' kernels, on both receivers' GPUs
         for sender, receivers in links:
             for close in (sender.close, *(receiver.close for receiver in receivers)):
                 self.soon(close)
@@ -523,9 +523,14 @@ class TestOnStandIns(OnStandIns):
         return sender, receivers
 
     def _move(
-        self, version: int, links: list[tuple[BroadcastSender, list[BroadcastReceiver]]], *, collective: bool
+        self,
+        version: int,
+        links: list[tuple[BroadcastSender, list[BroadcastReceiver]]],
+        *,
+        collective: bool,
+        tensors: Tensors | None = None,
     ) -> None:
-        tensors = model(version)
+        tensors = model(version) if tensors is None else tensors
         shares = [dict(list(tensors.items())[index :: len(links)]) for index in range(len(links))]
         of = [transfer(version, tensors, share) for share in shares]
         together = threading.Barrier(len(links), timeout=10)
