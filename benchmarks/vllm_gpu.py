@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument(
         "--updates", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="which kinds, in this order"
     )
-    parser.add_argument("--transport", help="instead of what auto takes")
+    parser.add_argument("--transports", nargs="+", default=["auto"], help="each kind over each of them")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--limit-s", type=float, default=125, help="begin no more variants after so many seconds")
     parser.add_argument(
@@ -316,8 +316,11 @@ def main() -> None:
     asked = parser.parse_args()
     clock = Clock(asked.limit_s)
     arguments: dict[str, Any] = {"attention_backend": asked.attention_backend} if asked.attention_backend else {}
-    transport = {"transport": asked.transport} if asked.transport else {}
-    variants = {name: VARIANTS[name] | transport for name in asked.updates}
+    variants = {
+        name if transport == "auto" else f"{name}, {transport}": VARIANTS[name] | {"transport": transport}
+        for transport in asked.transports
+        for name in asked.updates
+    }
     start_ray()
     if asked.tensor_parallel_size > 1:
         arguments["tensor_parallel_size"] = asked.tensor_parallel_size
@@ -329,7 +332,6 @@ def main() -> None:
         "rounds": asked.rounds,
         "model": MODELS[asked.model],
         "attention_backend": asked.attention_backend,
-        "transport": asked.transport,
         "tensor_parallel_size": asked.tensor_parallel_size,
     }
     write_record(asked.out, packages, settings | {"measured": {name: asdict(of) for name, of in measured.items()}})
