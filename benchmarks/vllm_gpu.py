@@ -203,9 +203,8 @@ def measure(
                 report = sync.update()
                 seconds = time.perf_counter() - start
                 ranks = [of for of in report.ranks if of.rank.startswith("engine")]
-                assert len(ranks) > 1 or set(report.transports.values()) == {config.get("transport", AUTO)}, (
-                    report.transports
-                )
+                taken = AUTO if config["transport"] == "auto" else config["transport"]
+                assert len(ranks) > 1 or set(report.transports.values()) == {taken}, report.transports
                 assert report.apply == config["apply"], report.apply
                 if i >= 0:
                     row.update_s.append(seconds)
