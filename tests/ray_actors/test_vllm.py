@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPTS = [[5, 9, 200, 17, 33, 2], [1, 2, 3, 4], [77] * 20]
 NUM_SHARDS = 4
+PATIENCE_S = 180
 LONG_ANSWER = 240
 """Tokens: an update begins before so many are there."""
 LONG_PROMPT = [1 + i % 200 for i in range(70)]
@@ -327,7 +328,7 @@ def test_a_worker_that_is_killed_is_named_and_the_others_go_on_without_its_engin
         assert ray.get(beside.total.remote()) == total(moe[0 if moment == "transfer" else 1])
         refusal = r"vLLM is down|EngineDead" if moment == "apply" else "EngineDead"
         with pytest.raises(Exception, match=refusal):
-            ray.get(engine.outputs.remote(), timeout=60)
+            ray.get(engine.outputs.remote(), timeout=PATIENCE_S)
         ray.get(trainer.slow_down.remote(0.0))
         sync.remove_engine(engine)
         sync.update()
@@ -347,7 +348,7 @@ def wanted(moe: tuple[Path, Path], reference: Any) -> dict[Path, list[list[int]]
 
 
 def served(engine: Any) -> list[list[int]]:
-    return [ray.get(engine.tokens.remote(prompt, 8), timeout=60) for prompt in PROMPTS]
+    return [ray.get(engine.tokens.remote(prompt, 8), timeout=PATIENCE_S) for prompt in PROMPTS]
 
 
 def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
@@ -364,7 +365,7 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
             ray.get(trainer.load.remote(str(folder)))
             long_request = engine.ask.remote(PROMPTS[0], LONG_ANSWER)
             report = sync.update()
-            tokens, versions, _ = ray.get(long_request, timeout=60)
+            tokens, versions, _ = ray.get(long_request, timeout=PATIENCE_S)
             assert len(tokens) == LONG_ANSWER, "a request in flight goes on after the pause"
             assert versions[-1] in (str(report.version), str(report.version - 1))
             spanned += versions[-1] == str(report.version)  # else it was done before the pause
@@ -376,7 +377,7 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
             assert paused.start_s <= applied.start_s + 0.01
             assert applied.seconds < report.phases["apply"]
             # The second time its blocks are there, and after the update they are not.
-            found = [ray.get(engine.ask.remote(LONG_PROMPT, 1), timeout=60) for _ in range(2)]
+            found = [ray.get(engine.ask.remote(LONG_PROMPT, 1), timeout=PATIENCE_S) for _ in range(2)]
             assert [(versions, cached) for _, versions, cached in found] == [
                 ([str(report.version)], 0),
                 ([str(report.version)], 64),
@@ -387,9 +388,9 @@ def test_an_async_engine_generates_during_updates_and_is_exact_after_them(
             trainers=[trainer], engines=[engine], source="weights", target="llm", config={"pause": pause}
         ) as sync:
             long_request = engine.tokens.remote(PROMPTS[0], LONG_ANSWER)
-            ray.get(engine.next_output.remote(), timeout=60)
+            ray.get(engine.next_output.remote(), timeout=PATIENCE_S)
             sync.update()
-            count = len(ray.get(long_request, timeout=60))
+            count = len(ray.get(long_request, timeout=PATIENCE_S))
             assert count == served_tokens if served_tokens is not None else count < LONG_ANSWER
             assert served(engine) == wanted[moe[1]]
 
@@ -405,7 +406,7 @@ def test_an_async_engine_that_salts_its_cache_is_exact_without_a_flush(
             ray.get(trainer.load.remote(str(folder)))
             sync.update()
             assert served(async_engine) == wanted[folder]
-            cached = [ray.get(async_engine.ask.remote(LONG_PROMPT, 1), timeout=60)[2] for _ in range(2)]
+            cached = [ray.get(async_engine.ask.remote(LONG_PROMPT, 1), timeout=PATIENCE_S)[2] for _ in range(2)]
             assert cached == [0, 64]
 
 
@@ -428,7 +429,7 @@ def test_a_poisoned_async_engine_refuses_new_requests_at_once_and_holds_those_in
     with ws.connect(trainers=[trainer], engines=[async_engine], source="weights", target="llm") as sync:
         assert not ray.wait([long_request], timeout=0.5)[0], "connecting again lifts nothing"
         report = sync.update()
-        tokens, versions, _ = ray.get(long_request, timeout=60)
+        tokens, versions, _ = ray.get(long_request, timeout=PATIENCE_S)
         assert (len(tokens), versions[-1]) == (LONG_ANSWER, str(report.version))
         assert served(async_engine) == wanted[moe[0]]
 
@@ -459,6 +460,6 @@ def test_an_async_engine_goes_on_when_the_coordinator_died_while_it_was_paused(
         killing.join()
         assert not ray.wait([long_request], timeout=0.5)[0]
         version = sync.version  # another coordinator; the log says that this version was decided on
-        tokens, versions, _ = ray.get(long_request, timeout=60)
+        tokens, versions, _ = ray.get(long_request, timeout=PATIENCE_S)
         assert (len(tokens), versions[-1]) == (LONG_ANSWER, str(version))
         assert served(async_engine) == wanted[moe[1]]

@@ -155,13 +155,15 @@ def test_a_budget_smaller_than_the_model_streams_within_it(
     limit = 80 * 2**20
     dense_engine.weights = tied(load_weights(smollm2[0]))
     session = dense_engine.connect(staging_limit_bytes=limit)
+    peaks = []
     for folder in (smollm2[1], smollm2[0]):
         dense_engine.weights = tied(load_weights(folder))
         report = session.update()
         assert outputs(dense_engine.llm) == reference(folder)
         assert report.apply == "streaming"
-        peaks = [row.peak_staging_bytes for row in report.ranks if row.rank.startswith("engine")]
-        assert all(0 < peak <= limit < report.nbytes for peak in peaks)
+        peaks += [row.peak_staging_bytes for row in report.ranks if row.rank.startswith("engine")]
+    assert max(peaks) <= limit < report.nbytes
+    assert peaks[0] > 0  # which reloads; where nothing is packed, the next lands in place
     session.close()
 
 
