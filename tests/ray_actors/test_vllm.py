@@ -450,6 +450,7 @@ def test_an_async_engine_goes_on_when_the_coordinator_died_while_it_was_paused(
             deadline = time.monotonic() + 60
             while log.read_text().count("decide") == before and time.monotonic() < deadline:
                 time.sleep(0.01)
+            time.sleep(1)  # until the engine applies, which takes 5 s
             ray.kill(sync._coordinator)
 
         killing = threading.Thread(target=kill_once_decided)
