@@ -224,9 +224,8 @@ def main() -> None:
         found[section] = []
         for row in sections[section]():
             found[section].append(row)
-            write_record(
-                asked.out, ("weightsync", "torch", "ray", "nixl"), settings | found
-            )  # in case the next never ends
+            # In case the next never ends.
+            write_record(asked.out, ("weightsync", "torch", "ray", "nixl"), settings | found)
     Console(width=140).print(table(found))
 
 

@@ -29,7 +29,7 @@ def send_announced(
     digest: bool,
 ) -> ContentDigest:
     """Send all buckets, say that they were all, and wait until they have arrived; returns what was in them."""
-    content, number = ContentDigest(), itertools.count()
+    content = ContentDigest()
     in_flight = deque[Callable[[], None]]()  # each waits for one bucket
 
     def free_buckets() -> Iterator[Bucket]:
@@ -42,16 +42,27 @@ def send_announced(
         while len(in_flight) > leave:
             in_flight.popleft()()
 
-    for bucket in fill(tensors, free_buckets(), content=content, digest=digest, held=transfer.held):
-        if not bucket.pieces:
-            continue
-        header = Header(transfer.version, transfer.manifest.digest, tuple(bucket.pieces))
-        what = f"bucket {next(number)} ({bucket.pieces[0].name}, ...)"
-        payload = bucket.payload[: bucket.used_bytes]
-        in_flight.append(_send(group, payloads, header, payload, what))
+    for bucket, header, what in pack(transfer, tensors, free_buckets(), content=content, digest=digest):
+        in_flight.append(_send(group, payloads, header, bucket.payload[: bucket.used_bytes], what))
     in_flight.append(announce(group, None, 0, "the end"))
     land(0)
     return content
+
+
+def pack(
+    transfer: Transfer,
+    tensors: Iterable[tuple[TensorMeta, torch.Tensor]],
+    free_buckets: Iterator[Bucket],
+    *,
+    content: ContentDigest,
+    digest: bool,
+) -> Iterator[tuple[Bucket, Header, str]]:
+    """Each bucket that has something, with what is to be said of it, and its name for errors; as `fill`."""
+    number = itertools.count()
+    for bucket in fill(tensors, free_buckets, content=content, digest=digest, held=transfer.held):
+        if bucket.pieces:
+            header = Header(transfer.version, transfer.manifest.digest, tuple(bucket.pieces))
+            yield bucket, header, f"bucket {next(number)} ({bucket.pieces[0].name}, ...)"
 
 
 def _send(

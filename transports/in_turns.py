@@ -6,7 +6,6 @@ packs the next.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ import msgspec
 import torch
 
 from weightsync.background import Background
-from weightsync.bucket import Bucket, fill
+from weightsync.bucket import Bucket
 from weightsync.digest import ContentDigest
 from weightsync.errors import TransportError
 from weightsync.interfaces import Transfer
 from weightsync.manifest import TensorMeta
+from weightsync.transports.announced import pack
 from weightsync.transports.announcements import Arriving, Header, Incoming, announce
 from weightsync.transports.gloo_group import Flight, GlooGroup
 from weightsync.transports.nccl_group import NcclGroup
@@ -46,7 +46,7 @@ def send_in_turns(
     digest: bool,
 ) -> ContentDigest:
     """Send all buckets, say that they were all, and wait until they have arrived; returns what was in them."""
-    content, number = ContentDigest(), itertools.count()
+    content = ContentDigest()
     free = deque(payloads.bucket(i) for i in range(payloads.num_buckets))
     packed: list[_Packed] = []
     sending: Background[None] | None = None
@@ -73,12 +73,7 @@ def send_in_turns(
         in_flight = [one.bucket for one in packed]
         sending, packed = Background(partial(_send, group, payloads, packed), name="broadcast-turn"), []
 
-    for bucket in fill(tensors, free_buckets(), content=content, digest=digest, held=transfer.held):
-        if not bucket.pieces:
-            free.append(bucket.payload)
-            continue
-        header = Header(transfer.version, transfer.manifest.digest, tuple(bucket.pieces))
-        what = f"bucket {next(number)} ({bucket.pieces[0].name}, ...)"
+    for bucket, header, what in pack(transfer, tensors, free_buckets(), content=content, digest=digest):
         packed.append(_Packed(header, bucket.payload, bucket.used_bytes, what))
         if len(packed) == _PER_TURN:
             send()
