@@ -73,6 +73,8 @@ class GroupAssembly(Arrival):
         self.peak_staging_bytes = 0
         self._lent: dict[str, Lent] = {}
         self._landing: Mapping[str, torch.Tensor] = {}
+        self._landed: dict[str, torch.Tensor] = {}
+        """What is whole and was written where the engine keeps it: there."""
         self._is_written = False
         """Something was written where the engine keeps it."""
         self._waiting_producers = 0
@@ -109,8 +111,14 @@ class GroupAssembly(Arrival):
             self._notify()
         if group is None:
             return
-        if not self.has_landed(meta.name):
+        if self.lands(meta.name):
+            self._landed[meta.name] = self._landing[meta.name]
+        else:
             group.tensors[meta.name] = from_bytes(self._place_of(meta, group), meta.torch_dtype, meta.shape)
+        self._finish_one_of(group)
+
+    def _finish_one_of(self, group: OpenGroup) -> None:
+        """Another of its tensors is whole: here, or where it was written. With the lock held."""
         group.pending -= 1
         if group.pending > 0:
             return
@@ -121,7 +129,7 @@ class GroupAssembly(Arrival):
             if group.buffer is not None or self._handed_out == len(self._groups):  # else nobody waits for it
                 self._give_back(group)
             return
-        if self._landing:
+        if self._landed:
             self._add_landed(group)
         self._ready.append(group)
         self._changed.notify_all()
@@ -130,8 +138,8 @@ class GroupAssembly(Arrival):
         """The consumer takes all tensors of a group of which one was not written in place."""
         aliases = self.manifest.aliases
         for meta in (self.manifest.by_name[aliases.get(name, name)] for name in group.spec.names):
-            if self.has_landed(meta.name):
-                group.tensors[meta.name] = from_bytes(self._landing[meta.name], meta.torch_dtype, meta.shape)
+            if meta.name in self._landed:
+                group.tensors[meta.name] = from_bytes(self._landed[meta.name], meta.torch_dtype, meta.shape)
 
     def _place_of(self, meta: TensorMeta, group: OpenGroup) -> torch.Tensor:
         """Where the bytes of a tensor are that is whole, and was not written in place."""
@@ -142,7 +150,8 @@ class GroupAssembly(Arrival):
 
     def land(self, places: Mapping[str, torch.Tensor]) -> None:
         """The consumer has begun: from now on these tensors are written there (1-D uint8), unverified until the version
-        `is_whole`, but for those of groups of which something has come before. A group of which all are is not handed out.
+        `is_whole`, but for those that come in sets, and of groups of which something has come before. A group of which all
+        are is not handed out.
         """
         with self._changed:
             self._raise_if_failed()
@@ -157,9 +166,13 @@ class GroupAssembly(Arrival):
         with self._changed:
             self._landing = {}
 
-    def has_landed(self, name: str) -> bool:
-        """Whether the tensor is written where the engine keeps it."""
+    def lands(self, name: str) -> bool:
+        """Whether pieces of the tensor are to be written where the engine keeps it."""
         return name in self._landing
+
+    def has_landed(self, name: str) -> bool:
+        """Whether all of the tensor was."""
+        return name in self._landed
 
     def _lend(self, piece: Piece, meta: TensorMeta, chunk: WeightChunk, group: OpenGroup, loan: Loan) -> bool:
         """Use the tensor where it lies, if that is in stable memory and in one run; else False: it is to be staged.
@@ -357,6 +370,6 @@ class GroupAssembly(Arrival):
                     loan.drop()
             self._ready.clear()
             self._lent.clear()
-            self._landing = {}
+            self._landing, self._landed = {}, {}
             self._used_bytes = self._freeable_bytes = 0
             self._notify()

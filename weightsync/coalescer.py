@@ -178,10 +178,7 @@ class Coalescer(GroupAssembly):
             group = self._group_of(name)
             if group is not None:
                 group.tensors[name] = tensor
-                group.pending -= 1
-                if group.pending == 0:
-                    self._ready.append(group)
-                    self._freeable_bytes += group.staging_bytes if group.buffer is not None else 0
+                self._finish_one_of(group)
         self._notify()
 
     def _check_piece(self, chunk: WeightChunk, piece: Piece) -> TensorMeta:
@@ -225,7 +222,7 @@ class Coalescer(GroupAssembly):
             for piece, meta in pieces:
                 place = self._place(piece, meta, chunk, loan)
                 source = chunk.payload[piece.offset : piece.offset + piece.nbytes]
-                lands = place is not None and self.has_landed(piece.name) and place.device == device
+                lands = place is not None and self.lands(piece.name) and place.device == device
                 if place is not None and not lands:
                     staged.append((place, source))
                 moves.append((source, place if lands else None))
@@ -252,7 +249,7 @@ class Coalescer(GroupAssembly):
         for number, run in runs:
             pieces = list(run)
             lent = chunk.stable and all(piece.nbytes == meta.nbytes for piece, meta in pieces)
-            lent = lent or all(self.has_landed(piece.name) for piece, _ in pieces)
+            lent = lent or all(self.lands(piece.name) for piece, _ in pieces)
             if number is None or lent or self._reserve(self._groups[number], chunk.payload.device):
                 batch += pieces
                 continue
@@ -269,7 +266,7 @@ class Coalescer(GroupAssembly):
         with self._changed:
             self._raise_if_failed()
             self._claim(piece)
-            if group is not None and self.has_landed(piece.name):
+            if group is not None and self.lands(piece.name):
                 self._is_written = True
                 return self._landing[piece.name][piece.start : piece.start + piece.nbytes]
             if group is None or self._lend(piece, meta, chunk, group, loan):

@@ -25,6 +25,7 @@ from weightsync.testing.local import in_process_party
 from weightsync.testing.transport_bytes import MovesExactBytes
 from weightsync.transports.cuda_ipc import CudaIpcSender, Digests, Set
 from weightsync.transports.exports import Layout, Segment
+from weightsync.transports.handles import Chunk
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +128,29 @@ def test_parameters_are_described_once_and_read_in_place(
     assert kinds.count(Set) == 4
     assert kinds.count(Digests) == (4 if digest else 0)
     assert kinds.count(Segment) == 2  # the parameters, and a stage for the buffers
+
+
+@pytest.mark.parametrize("apply", ["streaming", "auto"])
+@pytest.mark.parametrize("digest", [True, False])
+def test_what_is_read_in_place_is_loaded_beside_what_has_no_room_in_a_stage(
+    apply: Any, digest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = shared(1), make(2)
+    for model in (trainer, engine):
+        for module in model.children():
+            module.register_buffer("table", torch.zeros(4096))  # which cannot be mapped
+    messages = told(monkeypatch)
+    config = ws.SyncConfig(transport=NAME, apply=apply, digest=digest, staging_limit_bytes=50_000)
+    with LocalSync([lambda: trainer], [module_engine(engine)], config) as session:
+        for number in range(1, 4):
+            disturb(trainer)
+            for _, buffer in trainer.named_buffers():
+                buffer.fill_(number)
+            report = session.update()
+            assert same(trainer, engine)
+        assert report.apply == "streaming"
+    assert not any(message.stable for message in messages if isinstance(message, Chunk))
+    assert sum(isinstance(message, Set) for message in messages) == 3
 
 
 @pytest.mark.parametrize("apply", ["staged", "streaming"])

@@ -200,13 +200,16 @@ class Loader(Columns):
             assert torch.equal(live[name], self.slice_of(tensor) * (2 if name == "head" else 1)), name
 
 
-@pytest.mark.parametrize("apply", ["staged", "streaming"])
+@pytest.mark.parametrize(("apply", "has_room"), [("staged", True), ("streaming", True), ("streaming", False)])
 def test_what_only_copies_is_copied_from_the_shards_and_the_rest_loaded(
-    apply: Any, trainers: list[ProcessParty]
+    apply: Any, has_room: bool, trainers: list[ProcessParty]
 ) -> None:
+    """*has_room*: for a stage of all columns; else they come in buckets, beside the rows that are read where they lie."""
     engines = [Loader(0), Loader(2)]
     fleet = LocalFleet(trainers, [in_process_party([ReceiverRank(engine)]) for engine in engines])
-    session = Session(fleet, ws.SyncConfig(transport=NAME, apply=apply, timeout_s=20, partial="report"))
+    limit = (1 << 20) if has_room else 3_000
+    config = ws.SyncConfig(transport=NAME, apply=apply, timeout_s=20, partial="report", staging_limit_bytes=limit)
+    session = Session(fleet, config)
     session.open()
     for seed in (1, 2, 3, 4):
         for trainer in trainers:
@@ -214,6 +217,9 @@ def test_what_only_copies_is_copied_from_the_shards_and_the_rest_loaded(
         report = session.update()
         for engine in engines:
             engine.check(seed)
+    told = [trainer.ask(Trainer.told) for trainer in trainers]
+    assert all(messages.count("Set") == 8 and messages.count("Chunk") >= 4 for messages in told)
+    assert has_room or all(messages.count("Chunk") > 4 for messages in told)
     of_engines = [row for row in report.ranks if row.rank.startswith("engine")]
     assert [(row.num_direct, len(row.reloaded), row.reloads) for row in of_engines] == [(2, 1, 1)] * 2, "the head alone"
     session.close()
