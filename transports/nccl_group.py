@@ -136,12 +136,11 @@ class NcclGroup:
         """Wait for what this process computed, on whichever stream."""
         torch.cuda.synchronize(self.device)
 
-    def begin(self, version: int = 0, plan: int = 0, meanwhile: Callable[[], None] | None = None) -> tuple[int, int]:
+    def begin(self, version: int = 0, plan: int = 0) -> tuple[int, int]:
         """Collective, at the start of each transfer: nobody sends before all have come.
 
         Args:
             version, plan: of the sender, for all to know: what comes, and by which plan that they were told before; 0: none.
-            meanwhile: called once, while the others come.
 
         Returns:
             Both, as the sender said them.
@@ -151,7 +150,7 @@ class NcclGroup:
         """
         links = [0] * self._gloo.size
         links[self._gloo.rank] = TURNS.num_links(str(self.device))
-        version, plan, *links = self._gloo.sum([version, plan, *links], "the start of a transfer", meanwhile)
+        version, plan, *links = self._gloo.sum([version, plan, *links], "the start of a transfer")
         self.in_turns = max(links) > 1
         return version, plan
 

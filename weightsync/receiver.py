@@ -304,7 +304,7 @@ class ReceiverRank:
             part = self._part_without(request.left_out)
             coalescer, sent, links = self._new_coalescer(request.version, part), part.sent, part.links
         self._coalescer, self._came = coalescer, sent
-        if request.apply and self._direct is not None and self._way is Way.IN_PLACE:
+        if request.apply and self._direct is not None and self._way is not Way.RELOAD:
             self._direct.begin(coalescer)
         self._receiving = [
             Background(lambda entry=entry: self._drain(coalescer, sent, *entry), name="receive")  # type: ignore[misc]

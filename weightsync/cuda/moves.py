@@ -131,20 +131,18 @@ class Moves:
         return found
 
 
-def run_flat(
-    moves: Sequence[Move], device: torch.device, *, digest: bool, beside: bool = False
-) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """`Moves.run` of moves between contiguous bytes, *beside* other kernels or alone.
+def run_flat(moves: Sequence[Move], device: torch.device, *, digest: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """`Moves.run` of moves between contiguous bytes.
 
     What was compiled for them is kept for some transfers: buckets and stages are filled alike at every update, and compiling
     takes longer than copying half a gigabyte.
     """
     if device.type == "cpu":
         return Moves(moves, device).run(digest=digest)
-    key = (device, beside, *((s.data_ptr(), d.data_ptr() if d is not None else 0, s.numel()) for s, d in moves))
+    key = (device, *((s.data_ptr(), d.data_ptr() if d is not None else 0, s.numel()) for s, d in moves))
     with _kept_lock:
         known = _kept.pop(key, None)  # so that nobody else runs it meanwhile
-    compiled = known[0] if known is not None else Moves(moves, device, beside=beside)
+    compiled = known[0] if known is not None else Moves(moves, device)
     found = compiled.run(digest=digest)
     with _kept_lock:
         _kept[key] = (compiled, _transfers)
