@@ -1,4 +1,4 @@
-"""The made-up transport of sets, for direct apply's tests."""
+"""The made-up transports of sets, for direct apply's tests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.direct.sets import SetReceiver, SetSender
+from tests.direct.sets import BucketsBesideReceiver, BucketsBesideSender, SetReceiver, SetSender
 from weightsync.registry import register_transport, unregister_transport
 
 
 @pytest.fixture(autouse=True)
 def sets() -> Iterator[None]:
-    register_transport("sets", SetSender, SetReceiver)
+    ends = {"sets": (SetSender, SetReceiver), "sets_and_buckets": (BucketsBesideSender, BucketsBesideReceiver)}
+    for name, (sender, receiver) in ends.items():
+        register_transport(name, sender, receiver)
     yield
-    unregister_transport("sets")
+    for name in ends:
+        unregister_transport(name)

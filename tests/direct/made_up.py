@@ -292,6 +292,8 @@ WAYS: list[dict[str, Any]] = [
     {"transport": "sets", "apply": "staged"},
     {"transport": "sets", "apply": "streaming"},
     {"transport": "sets", "apply": "streaming", "digest": False},
+    {"transport": "sets_and_buckets", "apply": "streaming"},
+    {"transport": "sets_and_buckets", "apply": "staged"},
 ]
 FEW_WAYS = [WAYS[1], WAYS[4]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ class SetSender(SenderTransport):
     """Tells of the tensors where they lie; those called one of `chunked` come in a chunk."""
 
     name = "sets"
+    is_stable: ClassVar[bool] = True
     chunked: ClassVar[frozenset[str]] = frozenset()
     wrong: ClassVar[str | None] = None
     """Of this tensor another digest is told."""
@@ -45,12 +47,15 @@ class SetSender(SenderTransport):
     def connect(self) -> None: ...
 
     def stable(self) -> bool:
-        return True
+        return self.is_stable
+
+    def is_chunked(self, name: str) -> bool:
+        return name in self.chunked
 
     def send(self, transfer: Transfer, tensors: Iterable[tuple[TensorMeta, torch.Tensor]]) -> TransferStats:
         found = {meta.name: tensor.detach() for meta, tensor in tensors}
-        in_set = {name: tensor for name, tensor in found.items() if name not in self.chunked}
-        rest = {name: tensor for name, tensor in found.items() if name in self.chunked}
+        in_set = {name: tensor for name, tensor in found.items() if not self.is_chunked(name)}
+        rest = {name: tensor for name, tensor in found.items() if self.is_chunked(name)}
         held = {name: tensor.data_ptr() for name, tensor in in_set.items()}
         if self._layout is None or {n: t.data_ptr() for n, t in self._layout.tensors.items()} != held:
             self._layout = SetLayout(in_set, CPU)
@@ -65,7 +70,7 @@ class SetSender(SenderTransport):
         messages: list[Any] = [weight_set, TransferError() if self.late_break else SetDigests(weight_set, digests)]
         if rest:
             chunk = WeightChunk.from_tensors(rest, version=transfer.version, manifest=transfer.manifest, digest=digest)
-            chunk.stable, chunk.sender = True, self.context.sender
+            chunk.stable, chunk.sender = self.is_stable, self.context.sender
             for piece in chunk.pieces:
                 content.add(piece.name, piece.start, piece.nbytes, piece.digest or 0)
             messages.append(chunk)
@@ -80,6 +85,16 @@ class SetSender(SenderTransport):
 
     def close(self) -> None:
         self.inboxes.pop(getattr(self, "_token", b""), None)
+
+
+class BucketsBesideSender(SetSender):
+    """As where what cannot be read in place has no room in a stage: about half of the tensors come in a chunk that is lent."""
+
+    name = "sets_and_buckets"
+    is_stable = False
+
+    def is_chunked(self, name: str) -> bool:
+        return zlib.crc32(name.encode()) % 2 == 0
 
 
 class TransferError(RuntimeError):
@@ -107,3 +122,7 @@ class SetReceiver(ReceiverTransport):
         self._box.put(TransferError())
 
     def close(self) -> None: ...
+
+
+class BucketsBesideReceiver(SetReceiver):
+    name = "sets_and_buckets"
