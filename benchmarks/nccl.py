@@ -2,7 +2,7 @@
 
     NCCL_MULTI_RANK_GPU_ENABLE=1 python -m benchmarks.nccl [--gb 16] [--ranks 2 3 4] [--spread] [--out FILE]
 
-Raw is one ncclBroadcast of the same bytes in place, timed on the sender until every rank has them. Ours is one transfer of
+Raw is one ncclBroadcast of the same bytes in place, timed until every rank has them. Ours is one transfer of
 a transport: from the trainer's tensors, packed and digested, to memory of the receivers' own, digested again. What a sender does
 while an update is prepared (`SenderTransport.begin`: it looks where the tensors lie, and fills the first, small bucket) comes
 before. Each rank is a process; the clock is that of the process that asks them, and stops when the last has answered. `--spread`

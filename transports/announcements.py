@@ -1,12 +1,14 @@
 """What a sender says over gloo before each bucket: two integers, sizes of header and payload, then the header.
 
 A size of nought for the header is the end of a transfer. A sender that is aborted says so in place of the next bucket, so that
-receivers, which may be waiting within a call that nobody can interrupt, need not wait until their bound.
+receivers, which may be waiting within a call that nobody can interrupt, need not wait until their bound. One that has nothing to say
+for long, since all goes by a plan, says that, as gloo ends what is waited for in vain.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +24,8 @@ from weightsync.wire import pack, unpack
 
 PLAN = -1
 """In place of a payload's size: the header is a plan of many."""
-_GAVE_UP = -1
-"""In place of a header's size: nothing more comes."""
+_GAVE_UP, _GOES_ON = -1, -2
+"""In place of a header's size: nothing more comes; more does."""
 _MAX_HEADER_BYTES = 64 << 20
 
 
@@ -53,6 +55,28 @@ def announce(group: GlooGroup, header: Header | BucketPlan | None, nbytes: int, 
             group.wait(work, what)
 
     return wait
+
+
+class GoesOn:
+    """Says now and then that a transfer does, of which nothing else is said."""
+
+    def __init__(self, group: GlooGroup) -> None:
+        self._group = group
+        self._said_at = time.monotonic()
+        self._said: list[tuple[Any, torch.Tensor]] = []
+
+    def __call__(self) -> None:
+        """To be called as often as something has moved."""
+        now = time.monotonic()
+        if now > self._said_at + self._group.timeout_s / 4:
+            self._said_at = now
+            sizes = torch.tensor([_GOES_ON, 0], dtype=torch.int64)
+            self._said.append((self._group.start(sizes), sizes))
+
+    def wait(self) -> None:
+        """Until all of it was said."""
+        for work, _ in self._said:
+            self._group.wait(work, "what is said of a transfer that goes on")
 
 
 def give_up(group: GlooGroup) -> None:
@@ -92,8 +116,7 @@ class Incoming:
         """The next bucket; None where it was not announced yet, or there is none."""
         if self._ended:
             return None
-        self.listen()
-        return self._accept() if self._group.is_done(self._work, self._what) else None
+        return self._accept() if self._is_announced() else None
 
     def next(self) -> Arriving | None:
         """Wait for the next bucket; None after the last.
@@ -104,9 +127,27 @@ class Incoming:
         """
         if self._ended:
             return None
-        self.listen()
-        self._group.wait(self._work, self._what)
-        return self._accept()
+        while True:
+            self.listen()
+            self._group.wait(self._work, self._what)
+            if not self._goes_on():
+                return self._accept()
+
+    def _is_announced(self) -> bool:
+        """Whether something was said, other than that it goes on."""
+        while True:
+            self.listen()
+            if not self._group.is_done(self._work, self._what):
+                return False
+            if not self._goes_on():
+                return True
+
+    def _goes_on(self) -> bool:
+        """Whether that is all that was said; then what is said next is to be listened for."""
+        goes_on = int(self._sizes[0]) == _GOES_ON
+        if goes_on:
+            self._work = None
+        return goes_on
 
     @property
     def _what(self) -> str:
@@ -152,8 +193,7 @@ class Incoming:
 
     def watch(self) -> None:
         """Raises TransportError where the sender is gone, or was aborted."""
-        self.listen()
-        if self._group.is_done(self._work, self._what):
+        if self._is_announced():
             self._check_sender()
 
     def _check_sender(self) -> None:

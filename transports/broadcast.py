@@ -26,7 +26,7 @@ from weightsync.interfaces import LinkContext, ReceiverTransport, SenderTranspor
 from weightsync.manifest import TensorMeta
 from weightsync.ranks import SENDER, group_rank
 from weightsync.transports.announced import receive_announced, send_announced
-from weightsync.transports.announcements import PLAN, Header, Incoming, announce, give_up
+from weightsync.transports.announcements import PLAN, GoesOn, Header, Incoming, announce, give_up
 from weightsync.transports.backend import backend_of
 from weightsync.transports.bucketplan import BucketPlan, PlannedBuckets, can_plan, planned_bytes
 from weightsync.transports.gloo_group import Address, GlooGroup, GlooPayload, node_host
@@ -91,7 +91,6 @@ class BroadcastSender(SenderTransport):
                 return
             buckets = [payloads.bucket(i) for i in range(payloads.num_buckets)]
             planned = self._planned = PlannedBuckets(next(self._plans), tensors, buckets, digest=self.context.digest)
-        payloads.synchronize()  # what the trainer computed
         planned.fill(0)
         self._is_begun = True
 
@@ -144,7 +143,9 @@ class BroadcastSender(SenderTransport):
         if plan != self._told:
             announce(group, planned.tell(transfer.manifest.digest), PLAN, "the plan of its buckets")()
             self._told = plan
-        content = send_planned(planned, payloads)
+        goes_on = GoesOn(group)
+        content = send_planned(planned, payloads, goes_on)
+        goes_on.wait()
         self._end_said = announce(group, None, 0, "the end")
         return content
 
@@ -248,7 +249,8 @@ class BroadcastReceiver(ReceiverTransport):
         """Of the transfer before."""
         if self._unheard is not None:
             unheard, self._unheard = self._unheard, None
-            unheard.next()
+            if unheard.next() is not None:
+                raise TransportError(f"sender {self.context.sender} announced more than was in its plan")
 
     def _known_plan(self, number: int) -> BucketPlan:
         if self._plan is None or self._plan.number != number:

@@ -63,7 +63,7 @@ class GlooGroup:
         self.who = f"broadcast link of sender {context.sender}"
         self.aborted = False
         self.rank, self.size = rank, context.num_receivers + 1
-        self._timeout_s = context.timeout_s
+        self.timeout_s = context.timeout_s
         self._device = torch.device(context.device).index or 0
         self._token, self._address = context.token, address
         self.members: list[tuple[int, ...]] = []
@@ -80,12 +80,12 @@ class GlooGroup:
         address = self._address
         try:
             if self.rank != SENDER:  # the store's own client tries for the whole bound where nobody listens
-                socket.create_connection((address.host, address.port), self._timeout_s).close()
+                socket.create_connection((address.host, address.port), self.timeout_s).close()
             self._store = dist.TCPStore(
                 address.host,
                 address.port,
                 is_master=self.rank == SENDER,
-                timeout=timedelta(seconds=self._timeout_s),
+                timeout=timedelta(seconds=self.timeout_s),
                 wait_for_workers=False,
             )
         except Exception as error:
@@ -99,21 +99,21 @@ class GlooGroup:
         """
         # The store's client waits for a server that is stopped without a bound, and no wait of its own can be aborted.
         meeting = Background(self._meet, name="broadcast-meet")
-        deadline = time.monotonic() + self._timeout_s + _GRACE_S
+        deadline = time.monotonic() + self.timeout_s + _GRACE_S
         while not meeting.is_done(_GATHER_POLL_S):
             self.check()
             if time.monotonic() > deadline:
-                raise TransportError(f"{self.who}: its rendezvous did not answer within {self._timeout_s:g} s")
+                raise TransportError(f"{self.who}: its rendezvous did not answer within {self.timeout_s:g} s")
         meeting.result()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=self._timeout_s + _LATER_S)
+        options._timeout = timedelta(seconds=self.timeout_s + _LATER_S)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
         try:
             store = dist.PrefixStore(self._token, self._store)  # type: ignore[arg-type]
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except Exception as error:
             raise TransportError(
-                f"{self.who}: rank {self.rank} of {self.size} could not join within {self._timeout_s:g} s ({error})"
+                f"{self.who}: rank {self.rank} of {self.size} could not join within {self.timeout_s:g} s ({error})"
             ) from error
         own = (_place(), os.getpid(), own_start_ticks(), self._device)
         values = [0] * len(own) * self.size
@@ -128,7 +128,7 @@ class GlooGroup:
 
     def _gather(self) -> None:
         """Wait for all ends at the store first: that wait can be aborted, and knows who is absent."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         ends = {f"{self._token}/here/{rank}": f"receiver {rank - 1}" if rank else "sender" for rank in range(self.size)}
         try:
             assert self._store is not None
@@ -137,7 +137,7 @@ class GlooGroup:
                 self.check()
                 if time.monotonic() > deadline:
                     absent = ", ".join(end for key, end in ends.items() if not self._store.check([key]))
-                    raise TransportError(f"{self.who}: {absent} did not connect within {self._timeout_s:g} s")
+                    raise TransportError(f"{self.who}: {absent} did not connect within {self.timeout_s:g} s")
                 time.sleep(_GATHER_POLL_S)
         except RuntimeError as error:
             raise TransportError(f"{self.who}: the rendezvous is gone ({error})") from error
@@ -203,7 +203,7 @@ class GlooGroup:
         while not self.is_done(work, what):
             self.check()
             waited = time.monotonic() - began
-            if waited > self._timeout_s:
+            if waited > self.timeout_s:
                 raise self.late(what)
             time.sleep(_EAGER_POLL_S if waited < _EAGER_S else _POLL_S)
 
@@ -211,7 +211,7 @@ class GlooGroup:
         """The error for *what*, which has not ended within the bound."""
         lost = self.lost()
         return UpdateTimeoutError(
-            f"{self.who}: {what} was not taken by all {self.size - 1} receivers within {self._timeout_s:g} s"
+            f"{self.who}: {what} was not taken by all {self.size - 1} receivers within {self.timeout_s:g} s"
             + (f"; {lost}" if lost else "")
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -14,8 +14,11 @@ from weightsync.transports.gloo_group import Flight
 from weightsync.transports.nccl_group import NcclGroup
 
 
-def send_planned(planned: PlannedBuckets, payloads: NcclGroup) -> ContentDigest:
-    """Send all buckets, of which the first is filled, and wait until they have arrived; returns what was in them."""
+def send_planned(planned: PlannedBuckets, payloads: NcclGroup, landed: Callable[[], None]) -> ContentDigest:
+    """Send all buckets, of which the first is filled, and wait until they have arrived; returns what was in them.
+
+    *landed* is called after each.
+    """
     content = ContentDigest()
     in_flight = deque[tuple[int, Flight]]()
 
@@ -24,6 +27,7 @@ def send_planned(planned: PlannedBuckets, payloads: NcclGroup) -> ContentDigest:
             number, flight = in_flight.popleft()
             payloads.wait(flight)
             planned.note(number, content)
+            landed()
 
     for number, payload in enumerate(planned.payloads):
         land(payloads.num_buckets - 1)
@@ -48,6 +52,7 @@ def receive_planned(
 
     incoming.listen()  # what the sender says next lasts until it is heard
     for number in range(len(plan.buckets)):
+        incoming.watch()  # a reader that is slow never waits below
         look_ahead()
         flight, payload = in_flight.popleft()
         payloads.wait(flight, incoming.watch)

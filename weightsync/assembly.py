@@ -274,8 +274,9 @@ class GroupAssembly(Arrival):
     def groups(self, *, private: Iterable[str] = ()) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Each group, once, as it becomes whole: (name, tensor) pairs, ties included.
 
-        *private*: keys of groups of which what lies in a trainer's GPU memory is copied, for a loader that might write into
-        what it is given. (In CPU memory such a write stays with this process.)
+        *private*: keys of groups of which what lies in a trainer's memory is copied, for a loader that might write into what
+        it is given. In CPU memory such a write stays with this process, but hides what comes to the same page later; so there
+        it is copied while something is still to come.
 
         A group's memory is given back when the next one is asked for. Ends after the last group and the last
         dropped tensor.
@@ -300,8 +301,11 @@ class GroupAssembly(Arrival):
 
     def _make_private(self, group: OpenGroup) -> None:
         own = group.buffer.untyped_storage().data_ptr() if group.buffer is not None else 0
+        with self._changed:
+            all_here = self._all_here()
         for name, tensor in group.tensors.items():
-            if tensor.is_cuda and tensor.untyped_storage().data_ptr() != own:
+            lent = tensor.untyped_storage().data_ptr() != own
+            if lent and (tensor.is_cuda or not all_here):
                 group.tensors[name] = tensor.clone()
 
     def _next_group(self) -> OpenGroup | None:

@@ -23,6 +23,7 @@ from weightsync.manifest import Manifest, TensorMeta
 from weightsync.needs import Needs
 from weightsync.orders import box_name
 from weightsync.placement import copies_of_groups, run_copies
+from weightsync.qualify import is_laid_out
 from weightsync.weightset import SetDigests, WeightSet
 
 Pairs = list[tuple[str, torch.Tensor]]
@@ -180,10 +181,13 @@ class _DirectBoxes(_Boxes, DirectAdapter):
         if not (self.laid_out_as_loaded and self.copies_load):
             return super().apply(groups)
         live, of_groups = self.live(), copies_of_groups(self._view.load_map)
+        targets = {(t.module, t.parameter): t for t in self._view.load_map.targets}
         for group in groups:
             tensors = dict(group)
-            copies = of_groups[self._view.key_of(tensors)].copies
-            if copies and all(copy.source is not None and copy.destination is not None for copy in copies):
+            found = of_groups[self._view.key_of(tensors)]
+            copies = found.copies
+            plain = all(is_laid_out(live[p], targets[p].dtype, targets[p].shape) for p in found.places)
+            if copies and plain and all(c.source is not None and c.destination is not None for c in copies):
                 # Parameters that are tied in the engine are written once.
                 places = {(live[c.module, c.parameter].data_ptr(), c.destination): c for c in copies}
                 run_copies(places.values(), tensors, live)

@@ -239,7 +239,7 @@ def unfit(load_map: LoadMap, live: Live) -> tuple[dict[str, GroupCopies], dict[s
                 reason = reason or f"the loader computes {target.path}"
             elif coverage(math.prod(target.shape), [*regions, *filled.get(place, [])]).never:
                 reason = reason or f"its tensors cover {target.path} in part"
-            elif tensor is None or not _laid_out(tensor, target.dtype, target.shape):
+            elif tensor is None or not is_laid_out(tensor, target.dtype, target.shape):
                 reason = reason or f"{target.path} is not kept as it is loaded"
         if reason:
             reasons[key] = reason
@@ -263,7 +263,8 @@ def addresses_of(live: Live) -> list[int]:
     return [tensor.data_ptr() for tensor in live.values()]
 
 
-def _laid_out(tensor: torch.Tensor, dtype: str, shape: Sequence[int]) -> bool:
+def is_laid_out(tensor: torch.Tensor, dtype: str, shape: Sequence[int]) -> bool:
+    """Whether a live tensor is as the loader saw it, so that regions of it are where the load map says."""
     return (
         str(tensor.dtype).removeprefix("torch.") == dtype
         and tuple(tensor.shape) == tuple(shape)

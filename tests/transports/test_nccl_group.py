@@ -20,7 +20,7 @@ from weightsync.digest import digest_bytes
 from weightsync.errors import TransportError, UpdateTimeoutError
 from weightsync.fanout import LockStep
 from weightsync.identity import nccl_version
-from weightsync.interfaces import LinkContext
+from weightsync.interfaces import LinkContext, ReceiverTransport, Transfer
 from weightsync.manifest import Manifest
 from weightsync.plan import why_not_nccl
 from weightsync.testing import TransportSuite
@@ -388,6 +388,27 @@ class TestSuiteOfHeldTensors(OnStandIns, TransportSuite):
                 self.end(work)
             assert len(seen) > 2, seen
             assert link.sender.progress - before == len(link.sender._planned.payloads) > 2  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("slow", ["wire", "reader"])
+    def test_what_goes_by_plan_may_last_longer_than_the_bound(self, slow: str) -> None:
+        with self.link(model(0), timeout_s=1.0) as link:
+            link.move(1, model(1))
+            pause_s = 2.0 / len(link.sender._planned.payloads)  # type: ignore[attr-defined]
+            machine.wire_s = pause_s if slow == "wire" else 0.0
+
+            def receive(receiver: ReceiverTransport, of: Transfer) -> None:
+                for chunk in receiver.receive(of):
+                    time.sleep(pause_s if slow == "reader" else 0.0)
+                    chunk.release()
+
+            for version in (2, 3):
+                of, began = transfer(version, model(version)), time.monotonic()
+                works = [self.start(partial(receive, receiver, of)) for receiver in link.receivers]
+                sending = link.send(of, model(version))
+                unfinished: list[Background[Any]] = [sending, *works]
+                for work in unfinished:
+                    self.end(work)
+                assert time.monotonic() - began > 1.5
 
     def test_what_comes_is_told_once_while_the_tensors_lie_where_they_did(
         self, monkeypatch: pytest.MonkeyPatch

@@ -36,10 +36,11 @@ class TorchModuleAdapter:
 
         Raises:
             ManifestError: a shape differs.
+            EngineStateError: the module's state_dict gives a copy of a tensor.
         """
         targets, copies = [], []
         known = set(manifest.all_names)
-        tensors = self._tensors()
+        tensors, again = self._tensors(), self._tensors()
         for path, tensor in tensors.items():
             module, parameter = _place(path)
             shard = _shard(path, tensor)
@@ -49,6 +50,11 @@ class TorchModuleAdapter:
             meta = manifest.meta_of(path)
             if meta.shape != tuple(tensor.shape):
                 raise ManifestError(f"{meta} does not fit the engine's {list(tensor.shape)}", name=path)
+            if _address(tensor) != _address(again[path]):
+                raise EngineStateError(
+                    f"the engine's state_dict gives a new tensor for {path} each time it is asked: what is loaded into that is "
+                    "lost. Leave out the hook or method that copies it, or give another object as target"
+                )
             for part in shard.parts:
                 source = _region(part.box, meta.shape)
                 destination = _region(Box(part.local_start, part.box.size), shard.shape)
@@ -108,6 +114,10 @@ class TorchModuleAdapter:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Those of which this rank holds something."""
         return {path: part for path, t in module_tensors(self._module).items() if (part := own_part(t)) is not None}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return (local_part(tensor) if is_sharded(tensor) else tensor).data_ptr()
 
 
 def _shard(path: str, tensor: torch.Tensor) -> LocalShard:
