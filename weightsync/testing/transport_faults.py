@@ -255,7 +255,7 @@ class EndsInABoundedError(TransportCase):
             free.wait(self.patience_s)
             yield from endless(model(1))
 
-        with self.link(model(1), timeout_s=2) as link:
+        with self.link(model(1), timeout_s=4) as link:
             for receiver in link.receivers:
                 self.start(partial(release_all, receiver))
             sending = link.send_pairs(transfer(1, model(1)), source())
@@ -263,7 +263,7 @@ class EndsInABoundedError(TransportCase):
             self.soon(link.sender.abort)
             self.soon(link.sender.close)
             free.set()
-            with at_most(5), raises(TransportError, UpdateTimeoutError):
+            with at_most(7), raises(TransportError, UpdateTimeoutError):
                 self.end(sending)
 
     def test_close_may_come_at_any_time_and_again(self) -> None:
