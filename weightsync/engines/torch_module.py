@@ -50,7 +50,7 @@ class TorchModuleAdapter:
             meta = manifest.meta_of(path)
             if meta.shape != tuple(tensor.shape):
                 raise ManifestError(f"{meta} does not fit the engine's {list(tensor.shape)}", name=path)
-            if _address(tensor) != _address(again[path]):
+            if local_part(tensor).data_ptr() != local_part(again[path]).data_ptr():
                 raise EngineStateError(
                     f"the engine's state_dict gives a new tensor for {path} each time it is asked: what is loaded into that is "
                     "lost. Leave out the hook or method that copies it, or give another object as target"
@@ -114,10 +114,6 @@ class TorchModuleAdapter:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Those of which this rank holds something."""
         return {path: part for path, t in module_tensors(self._module).items() if (part := own_part(t)) is not None}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return (local_part(tensor) if is_sharded(tensor) else tensor).data_ptr()
 
 
 def _shard(path: str, tensor: torch.Tensor) -> LocalShard:

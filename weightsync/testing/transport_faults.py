@@ -263,7 +263,7 @@ class EndsInABoundedError(TransportCase):
             self.soon(link.sender.abort)
             self.soon(link.sender.close)
             free.set()
-            with at_most(7), raises(TransportError, UpdateTimeoutError):
+            with at_most(5), raises(TransportError, UpdateTimeoutError):
                 self.end(sending)
 
     def test_close_may_come_at_any_time_and_again(self) -> None:
