@@ -196,6 +196,23 @@ class WeightSync:
         """`update` for async code."""
         return await asyncio.to_thread(self.update)
 
+    def verify(self) -> UpdateReport:
+        """Prove that every engine holds the trainers' weights: they are sent once more, every engine's own loader loads them, and
+        every parameter must come out as it was.
+
+        To be called between an update and the trainers' next step. The version stays. Engines pause as for an update by a
+        reload, which is what it costs; a parameter that the loader fills only in part is not compared.
+
+        Raises:
+            EnginePoisonedError: an engine held something else, in the parameters that are named; direct apply is off there
+                from then on, and the next update repairs it.
+            AgreementError: the trainers do not hold the committed version any more; nothing has changed.
+            EngineStateError: there is no version yet, or an engine cannot show what it holds.
+            WeightSyncError: as `update`; it is not tried again.
+        """
+        report: UpdateReport = self._call("verify")
+        return report
+
     def add_engine(self, engine: Any) -> UpdateReport | None:
         """Take in an engine that is late, or comes in place of a lost one; the others go on undisturbed.
 

@@ -56,6 +56,9 @@ class Coordinator:
             self._callers.tell(*reply_to, report)
         return report
 
+    def verify(self) -> UpdateReport:
+        return self._open_session.verify()
+
     def add_engine(self, actor: Any) -> UpdateReport | None:
         return self._open_session.add_engine(self._fleet.add(actor))
 

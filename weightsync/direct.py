@@ -3,6 +3,7 @@
     first update        one reload, watched (`weightsync.qualify`): groups qualify
     further updates     groups that qualified by copies, the others by one reload, in one update
     layout changed      as a first update
+    a verification      one reload of everything, which must change nothing
 
 On `audit` every so many updates do both, and every parameter must come out the same.
 """
@@ -16,6 +17,7 @@ import torch
 
 from weightsync.coalescer import Coalescer
 from weightsync.errors import EnginePoisonedError, EngineStateError
+from weightsync.held import Held
 from weightsync.interfaces import DirectAdapter, EngineAdapter
 from weightsync.landing import Landing, landings, views
 from weightsync.loadmap import Copy, LoadMap
@@ -45,6 +47,7 @@ class Way(StrEnum):
     RELOAD = "one reload of everything"
     OBSERVE = "one reload of everything, watched"
     AUDIT = "copies and a reload, compared"
+    VERIFY = "one reload of everything, compared with what was there"
     GROUPS = "groups as they come: copies, or the reload"
     IN_PLACE = "bytes as they come, into place; the other groups as they become whole"
     SETS = "everything in one launch, and a reload of the rest"
@@ -153,6 +156,22 @@ class DirectApply:
             self._room = self._room_in(self._direct.live())
         return way
 
+    def plan_to_verify(self) -> Way:
+        """Instead of `plan`: the next update brings the weights that the engine should hold already.
+
+        Raises:
+            EngineStateError: the engine's adapter does not show what there is to compare.
+        """
+        if not isinstance(self._adapter, DirectAdapter):
+            raise EngineStateError(
+                "the engine's adapter does not show its live tensors (weightsync.interfaces.DirectAdapter), so that what it "
+                "holds cannot be verified"
+            )
+        if self._direct is not None and not self._looked:
+            self.look()
+        self.look_again()
+        return Way.VERIFY
+
     def _way(self, *, sets: bool, staged: bool) -> Way:
         if self._direct is None:
             return Way.RELOAD
@@ -204,7 +223,8 @@ class DirectApply:
 
         Raises:
             EngineStateError: as `begin`, where that was not called.
-            EnginePoisonedError: an audit found that copies and a reload differ; copies are off from then on.
+            EnginePoisonedError: an audit found that copies and a reload differ, or a verification that the engine held other
+                weights; copies are off from then on.
             As `Coalescer.groups`.
 
         On a GPU what copies did is done when the current stream has come so far.
@@ -214,6 +234,8 @@ class DirectApply:
         self.reloaded = {**come, **self._reasons(come)}
         if not come:
             return 0
+        if way is Way.VERIFY:
+            return self._verify(coalescer)
         if self._direct is None or way is Way.RELOAD:
             return self._adapter.apply(coalescer.groups(private=self.reasons))
         if live is None:
@@ -305,6 +327,20 @@ class DirectApply:
                     f"direct apply differs from a reload in module group {key}{why}; it is off for this weight sync now. "
                     "Update again"
                 )
+        return reloads
+
+    def _verify(self, coalescer: Coalescer) -> int:
+        """Reload everything; nothing may come out other than it was."""
+        assert isinstance(self._adapter, DirectAdapter)
+        held = Held(self._adapter, self._load_map)
+        reloads = self._adapter.apply(coalescer.groups(private=self._key_of.values()))
+        if changed := held.changed():
+            self._give_up("a verification found that the engine did not hold the weights it should")
+            raise EnginePoisonedError(
+                f"it held other values in {', '.join(changed[:5])}{', ...' if len(changed) > 5 else ''} ({len(changed)} of its "
+                f"parameters) than its loader makes of version {coalescer.version}; direct apply is off for this weight sync "
+                "now. Update again"
+            )
         return reloads
 
     def _digest(self, key: str, live: Live) -> list[int]:

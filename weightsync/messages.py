@@ -166,6 +166,8 @@ class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     staged: bool
     since: int = 0
     """What has not changed since this version may be left out; 0: everything will be sent."""
+    verify: bool = False
+    """It is the version that everybody has: to engines, say whether you held it."""
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):

@@ -252,7 +252,10 @@ class ReceiverRank:
                 whole_model=request.staged,
             )
         assert self._direct is not None
-        self._way = self._direct.plan(sets=self._takes_sets(), staged=request.staged)
+        if request.verify:
+            self._way = self._direct.plan_to_verify()
+        else:
+            self._way = self._direct.plan(sets=self._takes_sets(), staged=request.staged)
         self._defer_sets = not self._staged and self._way is Way.SETS
         self._next = self._new_coalescer(request.version)
         self._holds = (

@@ -24,6 +24,7 @@ from weightsync.errors import (
     ConfigError,
     DigestError,
     EnginePoisonedError,
+    EngineStateError,
     RestartedError,
     StagingLimitError,
     TransportError,
@@ -130,11 +131,7 @@ class Session:
                 self._members.reopen(decided=self._log.decided)
                 report = self._attempt(last=retries == 0)
             except WeightSyncError as error:
-                self._flight.end()
-                unwell = self._members.unwell()
-                explain(error, unwell, self._members.identities())
-                self._members.note_gone(unwell)
-                attempts.append(self._flight.record(error))
+                attempts.append(self._look_into(error))
                 error.attempts = tuple(attempts)
                 if isinstance(error, RestartedError) and error.rank and error.rank not in restarted:
                     restarted.add(error.rank)
@@ -155,6 +152,42 @@ class Session:
                 report, failed_attempts=tuple(failures), lost=tuple(lost), attempts=tuple(attempts)
             )
 
+    def verify(self) -> UpdateReport:
+        """Send the committed version once more, and have every engine rank compare what a reload of it makes with what it held.
+
+        Costs an update by a reload. The version stays.
+
+        Raises:
+            EngineStateError: there is no version, an engine does not hold it, or one cannot show what it holds.
+            AgreementError: the trainers do not hold that version any more; nothing has changed.
+            EnginePoisonedError: an engine held something else; a later update repairs that.
+            WeightSyncError: as `update`; it is not tried again.
+        """
+        self._flight = Flight()
+        try:
+            self._members.reopen(decided=self._log.decided)
+            late = [party for party, engine in self.engines.items() if not engine.admitted or engine.poisoned]
+            if late or not self.version:
+                what = (
+                    f"{', '.join(late)} does not hold version {self.version}"
+                    if self.version
+                    else "there is no version yet"
+                )
+                raise EngineStateError(f"nothing can be verified: {what}; update first")
+            report = self._attempt(last=False, verify=True)
+        except WeightSyncError as error:
+            error.attempts = (self._look_into(error),)
+            raise
+        return msgspec.structs.replace(report, attempts=(self._flight.record(),))
+
+    def _look_into(self, error: WeightSyncError) -> Attempt:
+        """What has failed, with whose process is to blame."""
+        self._flight.end()
+        unwell = self._members.unwell()
+        explain(error, unwell, self._members.identities())
+        self._members.note_gone(unwell)
+        return self._flight.record(error)
+
     def _drop_lost(self) -> list[str]:
         """Leave engines out whose process is gone, where the config says so; not the last one."""
         gone = self._members.gone() if self._config.on_lost_engine == "remove" else []
@@ -164,7 +197,7 @@ class Session:
             self.remove_engine(party)
         return gone
 
-    def _attempt(self, *, last: bool) -> UpdateReport:
+    def _attempt(self, *, last: bool, verify: bool = False) -> UpdateReport:
         started = time.perf_counter()
         phases: dict[str, float] = {}
         if not self._linked:
@@ -177,7 +210,12 @@ class Session:
         if connected > 0.001:
             phases["connect"] = connected
         joining = tuple(party for party, engine in self.engines.items() if not engine.admitted and self.version)
-        machine = self._machine(max(self.version, self._log.decided) + 1, list(self.engines), since=self._since())
+        if verify:
+            contents = self._links.contents(self._links.ids)
+            expected = {id: self._content[content] for id, content in contents.items() if content in self._content}
+            machine = self._machine(self.version, list(self.engines), expected=expected, verify=True)
+        else:
+            machine = self._machine(max(self.version, self._log.decided) + 1, list(self.engines), since=self._since())
         self._linked = False  # unless all goes well
         self._drive(machine, connect_s=connected)
         self._linked = machine.error is None and not machine.poisoned
@@ -205,6 +243,7 @@ class Session:
         links: tuple[int, ...] | None = None,
         expected: Mapping[int, int] | None = None,
         since: int = 0,
+        verify: bool = False,
     ) -> UpdateMachine:
         members = self._members
         senders = {self._links.plan(id).sender for id in links} if links is not None else range(len(members.trainers))
@@ -214,13 +253,14 @@ class Session:
             manifest_digest=members.manifest.digest,
             trainers=[party for i, party in enumerate(members.trainers) if i in senders],
             engines=engines,
-            staged=self._staged(engines),
+            staged=self._staged(engines, verify=verify),
             timeout_s=self._config.timeout_s,
             plan_digests=self._links.digests(members.trainers, engines),
             links=links,
             expected=expected,
             since=since,
             leaving_out=self._leaving_out,
+            verify=verify,
         )
 
     def _since(self) -> int:
@@ -247,7 +287,8 @@ class Session:
         for sent in machine.sent.values():
             self._content.update({contents[id]: digest for id, digest in sent.content_digests.items()})
 
-    def _staged(self, engines: list[str]) -> bool:
+    def _staged(self, engines: list[str], *, verify: bool) -> bool:
+        """*verify*: so that an engine which held something else does not take the others with it."""
         needed = self._links.staging_bytes(
             {party: self.engines[party].ranks for party in engines},
             sum(aligned(meta.nbytes) for meta in self._members.manifest.tensors),
@@ -261,7 +302,7 @@ class Session:
                 needed_bytes=needed,
                 limit_bytes=self._config.staging_limit,
             )
-        return fits if self._config.apply == "auto" else self._config.apply == "staged"
+        return fits if verify or self._config.apply == "auto" else self._config.apply == "staged"
 
     def _drive(self, machine: UpdateMachine, *, connect_s: float = 0.0) -> None:
         def note_decision() -> None:

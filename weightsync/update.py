@@ -68,6 +68,7 @@ class UpdateMachine:
         expected: Mapping[int, int] | None = None,
         since: int = 0,
         leaving_out: LeavingOut | None = None,
+        verify: bool = False,
     ) -> None:
         """An update of all *engines* to *version*.
 
@@ -78,6 +79,7 @@ class UpdateMachine:
                 already: what they send must be that version's content.
             since, leaving_out: what has not changed since this version, which everybody should hold, is not sent; 0, None:
                 all is.
+            verify: everybody has the version already; the engines are to compare it with what they hold.
         """
         self.version = version
         self.phase = Phase.PREPARE
@@ -97,6 +99,7 @@ class UpdateMachine:
         self._timeout_s = timeout_s
         self._plan_digests, self._links, self._expected = plan_digests, links, expected
         self._since_version, self._leaving_out = since, leaving_out
+        self._verify = verify
         self._changed: dict[str, bytes] = {}
         """Per trainer, what differs from that version."""
         self._holders: set[str] = set()
@@ -144,7 +147,7 @@ class UpdateMachine:
 
     def start(self, now: float) -> list[Command]:
         self._entered = now
-        prepare = m.Prepare(version=self.version, staged=self.staged, since=self._since_version)
+        prepare = m.Prepare(version=self.version, staged=self.staged, since=self._since_version, verify=self._verify)
         return self._ask_all((*self._trainers, *self._engines), prepare, now)
 
     def on_reply(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
@@ -240,8 +243,13 @@ class UpdateMachine:
                     )
             if reply.poisoned:
                 self.was_poisoned.add(party)
-            if reply.version >= self.version and (party in self._engines or self._expected is None):
-                text = f"{rank} is at version {reply.version} already, the update is to {self.version}"
+            is_ahead = reply.version >= self.version and (party in self._engines or self._expected is None)
+            if is_ahead if not self._verify else reply.version != self.version:
+                text = (
+                    f"{rank} is at version {reply.version}, which is to be verified is {self.version}"
+                    if self._verify
+                    else f"{rank} is at version {reply.version} already, the update is to {self.version}"
+                )
                 return self._on_failure(party, AgreementError(text, rank=rank, field="version"), now)
             if reply.changed is not None:
                 self._changed[party] = reply.changed

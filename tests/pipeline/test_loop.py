@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from weightsync.errors import TransportError
+from weightsync.errors import EnginePoisonedError, TransportError
 from weightsync.pipeline import loop
 from weightsync.pipeline.config import EnginesConfig, PipelineConfig, RunConfig, TrainerConfig
 from weightsync.pipeline.display import Display
@@ -42,12 +42,17 @@ def method(answer: Callable[..., Any]) -> Any:
 class Fake:
     """A pipeline of one trainer and three engines, with no process but this one."""
 
-    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, reports: list[Any]) -> None:
+    def __init__(
+        self, out: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, reports: list[Any], verify_every: int = 0
+    ) -> None:
         monkeypatch.setattr(loop, "ask", lambda calls: list(calls.values()))
         self.seen: list[list[tuple[Any, int, int]]] = []
         """For each step (prompt, engine, version) of its rollouts."""
         self.seeds: list[int] = []
         self._reports = reports
+        self.verified: list[int] = []
+        """After how many updates."""
+        self.verify_error: Exception | None = None
         trainer = SimpleNamespace(
             prompts=method(lambda step: [10 * step + i for i in range(5)]),
             rewarded=method(lambda rollouts: rollouts),
@@ -59,9 +64,9 @@ class Fake:
         config = PipelineConfig(
             trainer=TrainerConfig(class_="a:B"),
             engines=EnginesConfig(kind="torch", class_="a:C", replicas=3),
-            run=RunConfig(steps=steps),
+            run=RunConfig(steps=steps, verify_every=verify_every),
         )
-        sync: Any = SimpleNamespace(update=self._update)
+        sync: Any = SimpleNamespace(update=self._update, verify=self._verify)
         display = Display(Console(quiet=True))
         self.loop = loop.Loop(config, fleet, sync, Records(out, config), display)
 
@@ -73,6 +78,12 @@ class Fake:
     def _rollout(self, prompts: list[int], seed: int) -> list[tuple[int, ...]]:
         self.seeds.append(seed)
         return [(-prompt,) for prompt in prompts]
+
+    def _verify(self) -> UpdateReport:
+        self.verified.append(self.loop._num_updates)
+        if self.verify_error is not None:
+            raise self.verify_error
+        return REPORT
 
     def _update(self) -> UpdateReport:
         report = self._reports.pop(0)
@@ -116,3 +127,18 @@ def test_an_update_that_fails_is_recorded_and_ends_the_run(tmp_path: Path, monke
     (line,) = (tmp_path / "updates.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert (record["ok"], record["step"], record["culprit"]) == (False, 0, "engine 1 rank 0")
+
+
+def test_engines_are_verified_every_so_many_updates_and_where_one_fails_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(tmp_path, monkeypatch, steps=5, reports=[REPORT] * 5, verify_every=2)
+    fake.loop.run()
+    assert fake.verified == [2, 4]
+
+    fake = Fake(tmp_path, monkeypatch, steps=5, reports=[REPORT] * 5, verify_every=3)
+    fake.verify_error = EnginePoisonedError("engine 2 rank 0: it held other values", rank="engine 2 rank 0")
+    with pytest.raises(RunError, match="verification after step 2: engine 2 rank 0: it held other values"):
+        fake.loop.run()
+    record = json.loads((tmp_path / "updates.jsonl").read_text().splitlines()[-1])
+    assert (record["ok"], record["step"], record["culprit"]) == (False, 2, "engine 2 rank 0")

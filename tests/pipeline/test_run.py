@@ -107,7 +107,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
     """A run that goes on while the first test does, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
     path = written(folder, arguments=", ok: true")
-    with started(path, "run.sync_every=2", "sync.count_changed_values=true") as process:
+    with started(path, "run.sync_every=2", "run.verify_every=2", "sync.count_changed_values=true") as process:
         yield folder, process
 
 
@@ -132,6 +132,8 @@ def test_a_run_leaves_exact_engines_and_its_records(whole_run: tuple[Path, subpr
     assert process.returncode == 0, errors
     assert errors == ""
     assert "sync_every: 2" in output
+    assert output.count("verified: every engine holds version") == 1
+    assert "verified: every engine holds version 2 (" in output
 
     # Updates follow steps 1 and 2; the last one is evaluated with rollouts of its own.
     updates = lines_of(tmp_path / "out" / "updates.jsonl")

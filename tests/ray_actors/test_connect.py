@@ -127,6 +127,27 @@ def test_only_what_changed_is_moved(apply: str, trainer: Any, engines: list[Any]
         assert all(same(found, weights_of(trainer)[0]) for found in weights_of(*engines))
 
 
+def test_an_engine_that_holds_other_weights_is_found_and_repaired(trainer: Any, engines: list[Any]) -> None:
+    with ws.connect(trainers=[trainer], engines=engines, source="model", target="model") as sync:
+        version = sync.update().version
+        report = sync.verify()
+        assert (report.version, sync.version) == (version, version)
+        ray.get(engines[1].change.remote(5))
+        with pytest.raises(ws.EnginePoisonedError, match=r"held other values in 0\.weight, .* \(4 of its") as caught:
+            sync.verify()
+        assert caught.value.rank == "engine 1 rank 0"
+        assert all(same(found, weights_of(trainer)[0]) for found in weights_of(engines[0]))
+        assert sync.update().version == version + 1
+        ray.get(trainer.change_last.remote())
+        with pytest.raises(ws.AgreementError, match="trainer 0 does not hold version"):
+            sync.verify()
+        sync.update()
+        sync.verify()
+        assert all(same(found, weights_of(trainer)[0]) for found in weights_of(*engines))
+    with pytest.raises(ws.EngineStateError, match="closed"):
+        sync.verify()
+
+
 @pytest.mark.parametrize("transport", ["auto", "shared_memory", "broadcast"])
 def test_all_engines_equal_the_trainer_after_each_update(transport: str, trainer: Any, engines: list[Any]) -> None:
     with ws.connect(

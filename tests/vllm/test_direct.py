@@ -13,6 +13,7 @@ import weightsync as ws
 import weightsync.placement
 from tests.vllm.processor import packs_linear
 from weightsync.digest import copy_and_digest
+from weightsync.errors import EnginePoisonedError
 from weightsync.qualify import NOT_SEEN
 from weightsync.report import RankRow
 from weightsync.sender import SenderRank
@@ -84,6 +85,8 @@ def test_a_moe_equals_a_fresh_engine_after_each_update(
         moe_engine.weights = weights[1 - i % 2]
         rows.append(engine_row(session.update()))
         assert outputs(moe_engine.llm) == reference(moe[1 - i % 2])
+    assert session.verify().version == session.version
+    assert outputs(moe_engine.llm) == reference(moe[0])
     session.close()
     if settings["direct_apply"] != "off":
         reasons = rows[-1].reloaded
@@ -108,6 +111,15 @@ def test_a_dense_model_equals_a_fresh_engine_after_each_update(
         dense_engine.weights = weights[1 - i % 2]
         rows.append(engine_row(session.update()))
         assert outputs(dense_engine.llm) == reference(smollm2[1 - i % 2])
+    assert session.verify().version == session.version
+    norm = dense_engine.llm.llm_engine.model_executor.driver_worker.get_model().model.norm.weight
+    with torch.no_grad():
+        norm[5] += 1
+    with pytest.raises(EnginePoisonedError, match=r"model\.norm\.weight \(1 of its"):
+        session.verify()
+    session.update()
+    assert session.verify().version == session.version
+    assert outputs(dense_engine.llm) == reference(smollm2[0])
     session.close()
     assert rows[0].reloads == 1
     if settings["direct_apply"] == "off":

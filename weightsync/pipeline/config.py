@@ -62,6 +62,12 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     steps: Annotated[Count, Meta(description="training steps: a whole number, 1 or more")]
     sync_every: Annotated[Count, Meta(description="steps from one update of the engines to the next")] = 1
+    verify_every: Annotated[
+        int,
+        Meta(
+            ge=0, description="updates from one proof that the engines hold the trainer's weights to the next; 0: none"
+        ),
+    ] = 0
     out: Annotated[str, Meta(description="folder for the records; those of an earlier run in it are replaced")] = (
         "runs/pipeline"
     )

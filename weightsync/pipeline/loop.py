@@ -28,6 +28,7 @@ class Loop:
         self._versions = dict.fromkeys(range(config.engines.replicas), 0)
         """Engine -> version that it serves. Lost engines are not in it."""
         self._poisoned: set[int] = set()
+        self._num_updates = 0
 
     def run(self) -> Verdict | None:
         """All steps; then, where the trainer has `evaluate`, rollouts of what the last update left.
@@ -126,7 +127,21 @@ class Loop:
         for i in self._versions:
             if i not in self._poisoned:
                 self._versions[i] = report.version
+        self._num_updates += 1
+        every = self._config.run.verify_every
+        if every and self._num_updates % every == 0 and not self._poisoned:
+            self._verify(step)
         return report
+
+    def _verify(self, step: int) -> None:
+        self._display.doing(f"step {step}: the engines are verified")
+        started = time.perf_counter()
+        try:
+            report = self._sync.verify()
+        except WeightSyncError as error:
+            self._records.failure(step, error, seconds=time.perf_counter() - started, why=explain(error))
+            raise RunError(f"verification after step {step}", error) from error
+        self._display.say(f"verified: every engine holds version {report.version} ({report.seconds:.2f} s)")
 
 
 def _number(engine: str) -> int:
