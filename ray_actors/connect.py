@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -79,6 +80,9 @@ def check_arguments(
         if name != "auto":
             check_transport(name)
     _check_actors(trainers, engines)
+    if settings.version_log:  # the coordinator works in another folder
+        log = str(Path(settings.version_log).expanduser().absolute())
+        settings = msgspec.structs.replace(settings, version_log=log)
     return settings
 
 
@@ -159,9 +163,19 @@ class WeightSync:
             report = self._update()
         except WeightSyncError as error:
             self._watching.failed(error, time.perf_counter() - started)
+            self._forget_lost()
             raise
         self._watching.committed(report)
+        if report.lost:
+            self._forget_lost()
         return report
+
+    def _forget_lost(self) -> None:
+        """Engines that the update went on without take no part any more, and may be added again."""
+        if self.config.on_lost_engine == "remove" and self._coordinator is not None:
+            with contextlib.suppress(WeightSyncError):
+                left = set(self._get("engine_ids"))
+                self._engines = [engine for engine in self._engines if engine._actor_id.hex() in left]
 
     def _update(self) -> UpdateReport:
         if self._closed:

@@ -66,6 +66,9 @@ class Coordinator:
         """Raises ConfigError where the actor takes no part, or is the only engine."""
         self._open_session.remove_engine(self._fleet.party_of(actor_id))
 
+    def engine_ids(self) -> list[str]:
+        return self._fleet.engine_ids()
+
     def status(self) -> dict[str, Any]:
         return self._open_session.status()
 

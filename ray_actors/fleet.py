@@ -36,7 +36,7 @@ class RayFleet:
         self.engines: list[str] = []
         self._num_engines = 0
         self._calls = RayCalls(self.actors)
-        self._machine = identify().machine
+        self._own = identify()
         self._sidecars: Sidecars | None = None
         for actor in engines:
             self._name_engine(actor)
@@ -83,6 +83,10 @@ class RayFleet:
         """The engine's name; "actor ..." where it is none."""
         return next((p for p in self.engines if self.actors[p]._actor_id.hex() == actor_id), f"actor {actor_id[:8]}")
 
+    def engine_ids(self) -> list[str]:
+        """Ray's ids of the actors that take part as engines."""
+        return [self.actors[party]._actor_id.hex() for party in self.engines]
+
     def reopen(self, party: str) -> None:
         self.open_sides(party)
 
@@ -116,8 +120,10 @@ class RayFleet:
         return self._sidecars.addresses(ranks)
 
     def process_state(self, identity: Identity) -> str:
-        if identity.machine == self._machine or not identity.node:
-            return process_state(identity.pid, identity.started) if identity.machine == self._machine else "unknown"
+        if (identity.machine, identity.pids) == (self._own.machine, self._own.pids):
+            return process_state(identity.pid, identity.started)
+        if not identity.node:
+            return "unknown"
         if any(node["NodeID"] == identity.node and not node["Alive"] for node in ray.nodes()):
             return "gone"
         place = NodeAffinitySchedulingStrategy(identity.node, soft=False)

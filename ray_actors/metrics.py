@@ -65,7 +65,7 @@ def note_commit(report: UpdateReport) -> None:
     for engine in updated - report.poisoned.keys():
         _made("weightsync_version").set(report.version, {"engine": engine})
     for attempt in report.attempts[-1:]:
-        for link in attempt.links:
+        for link in (link for link in attempt.links if link.nbytes):
             _made("weightsync_bytes").inc(link.nbytes * len(link.receivers), {"transport": link.transport})
         for span in attempt.spans:
             if span.phase == "pause":

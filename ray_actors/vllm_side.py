@@ -122,8 +122,8 @@ class VllmSide(BaseVllmSide):
 
     def _ask(self, call: m.Call) -> list[m.Reply]:
         self._check_alive()
-        if isinstance(call.request, m.OpenReceiver | m.Prepare) and self._can_sleep():
-            _refuse_asleep(self._core.is_sleeping())
+        if isinstance(call.request, m.OpenReceiver | m.Prepare) and self._can_sleep() and self._core.is_sleeping():
+            _refuse_asleep(self.engine.collective_rpc("weightsync_asleep"))
 
         def ask() -> list[bytes]:
             answers: list[bytes] = self.engine.collective_rpc("weightsync_handle", args=(encode(call),))
@@ -224,8 +224,9 @@ class AsyncVllmSide(BaseVllmSide):
     async def _ask(self, call: m.Call) -> list[m.Reply]:
         request = call.request
         self._check_alive()
-        if isinstance(request, m.OpenReceiver | m.Prepare) and self._can_sleep() and not self._held:
-            _refuse_asleep(await self.engine.is_sleeping())
+        opens = isinstance(request, m.OpenReceiver | m.Prepare) and self._can_sleep() and not self._held
+        if opens and await self.engine.is_sleeping():
+            _refuse_asleep(await self.engine.collective_rpc("weightsync_asleep"))
         if isinstance(request, m.Apply):
             try:
                 await self._hold(call, request.version)
@@ -265,11 +266,16 @@ class AsyncVllmSide(BaseVllmSide):
         return ends and not self.guard.doubt and not any(isinstance(reply, m.Failed) for reply in replies)
 
 
-def _refuse_asleep(asleep: bool) -> None:
-    if asleep:
+def _refuse_asleep(ranks: Sequence[bool | None]) -> None:
+    """*ranks*: whether the weights of each sleep. An engine of which only the KV cache does is one that sleeps, to vLLM."""
+    if any(ranks):
         raise EngineStateError(
-            "the engine is asleep, its weights are not in memory; call wake_up() before the update (vLLM does not tell sleep "
-            "from a pause: after pause_generation, call resume_generation)"
+            'the engine is asleep, its weights are not in memory; call wake_up(), or wake_up(tags=["weights"]), before the update'
+        )
+    if None in ranks:
+        raise EngineStateError(
+            "the engine is asleep or paused, which this vLLM does not tell apart; call wake_up(), or resume_generation(), "
+            "before the update"
         )
 
 

@@ -9,17 +9,22 @@ vLLM mixes the class into its worker and refuses names that a worker has already
 from __future__ import annotations
 
 from weightsync.engines.vllm import VllmAdapter
+from weightsync.engines.vllm_state import weights_asleep
 from weightsync.messages import answer
 from weightsync.receiver import ReceiverRank
 
 
 class WeightSyncWorkerExtension:
-    """One method, called by `collective_rpc`: bytes in, bytes out, so that no pickling is needed."""
+    """Called by `collective_rpc`."""
 
     weightsync_rank: ReceiverRank | None = None
 
+    def weightsync_asleep(self) -> bool | None:
+        """Whether the weights of this worker are asleep; None where vLLM does not tell."""
+        return weights_asleep()
+
     def weightsync_handle(self, payload: bytes) -> bytes:
-        """Answer one control message of `weightsync.messages`; never raises for what a message asks."""
+        """Bytes in, bytes out, so that no pickling is needed. Answer one control message of `weightsync.messages`; never raises for what a message asks."""
         if self.weightsync_rank is None:
             adapter = VllmAdapter(self)
             self.weightsync_rank = ReceiverRank(adapter, rank=adapter.rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Watching:
         if self._metrics:
             from weightsync.ray_actors.metrics import note_commit
 
-            note_commit(report)
+            self._note(lambda: note_commit(report))
 
     def failed(self, error: WeightSyncError, seconds: float) -> None:
         if self._record is not None:
@@ -36,7 +36,13 @@ class Watching:
         if self._metrics:
             from weightsync.ray_actors.metrics import note_failure
 
-            note_failure(error.attempts, seconds)
+            self._note(lambda: note_failure(error.attempts, seconds))
+
+    def _note(self, note: Callable[[], None]) -> None:
+        try:
+            note()
+        except Exception:
+            _log.warning("metrics: an update could not be counted", exc_info=True)
 
     def _add(self, record: FlightRecord, line: Mapping[str, Any]) -> None:
         try:

@@ -173,3 +173,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be read") as caught:
             SyncConfig.load(path)
         assert caught.value.file == str(path)
+
+
+def test_wire_dtype_is_a_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"wire_dtype: expected a mapping of name pattern to dtype.*got 'bfloat16'"):
+        SyncConfig(wire_dtype="bfloat16")  # type: ignore[arg-type]

@@ -479,3 +479,76 @@ def test_a_stopped_engine_is_named_as_stopped(party: ProcessParty) -> None:
     world.session.update()
     assert world.exact()
     assert party.ask(look) is not None
+
+
+class TwoTrainers:
+    """Of the same tensors, either of which may be started anew with others of its own."""
+
+    def __init__(self, **config: Any) -> None:
+        self.weights = [self.values(1), self.values(1)]
+        self.engine = nested_module(self.values(0))
+        self.anew: set[int] = set()
+        self.senders = [SenderRank(i, partial(self._weights_of, i)) for i in range(2)]
+        receivers = in_process_party([ReceiverRank(TorchModuleAdapter(self.engine))])
+        self.fleet = LocalFleet([partial(self._handle, i) for i in range(2)], [receivers])
+        for i in range(2):
+            self.fleet.add_restart(f"trainer {i}", partial(self._reopen, i))
+        self.session = Session(self.fleet, SyncConfig(transport="shared_memory", timeout_s=20, **config))
+        self.session.open()
+
+    @staticmethod
+    def values(seed: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        return {f"layers.{i}": torch.randn(8, 4) for i in range(6)}
+
+    def _weights_of(self, i: int) -> dict[str, torch.Tensor]:
+        return self.weights[i]
+
+    def _handle(self, i: int, payload: bytes) -> Sequence[bytes]:
+        if i in self.anew:
+            raise RestartedError("this process was restarted", rank=f"trainer {i}")
+        return in_process_party([self.senders[i]])(payload)
+
+    def _reopen(self, i: int) -> Callable[[bytes], Sequence[bytes]]:
+        self.anew.discard(i)
+        self.senders[i] = SenderRank(i, partial(self._weights_of, i))
+        return partial(self._handle, i)
+
+    def restart(self, *trainers: int) -> None:
+        self.anew.update(trainers)
+        for i in trainers:
+            self.senders[i]._drop_links(None)  # as the end of a process does
+            self.weights[i] = self.values(99)
+
+    def holds(self, weights: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(tensor, weights[name]) for name, tensor in self.engine.state_dict().items())
+
+    def close(self) -> None:
+        self.session.close()
+        self.fleet.close()
+
+
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+def test_a_trainer_that_was_restarted_beside_others_is_told_once_and_nothing_is_mixed(apply: str) -> None:
+    made = TwoTrainers(apply=apply)
+    made.session.update()
+    made.restart(1)
+    with pytest.raises(AgreementError, match=r"trainer 1 was restarted.*than trainer 0.*update again") as caught:
+        made.session.update()
+    assert (caught.value.field, caught.value.rank) == ("restarted", "trainer 1")
+    assert made.holds(made.values(1))
+    assert made.session.status()["poisoned"] == {}
+    made.weights = [made.values(2), made.values(2)]
+    assert made.session.update().version == 2
+    assert made.holds(made.values(2))
+    made.close()
+
+
+def test_trainers_that_were_all_restarted_are_what_there_is() -> None:
+    made = TwoTrainers()
+    made.session.update()
+    made.restart(0, 1)
+    report = made.session.update()
+    assert (report.version, len(report.failed_attempts)) == (2, 2)
+    assert made.holds(made.values(99))
+    made.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 
 from tests.test_session import config, weights
+from weightsync.engines.torch_module import TorchModuleAdapter
 from weightsync.errors import UpdateTimeoutError, WeightSyncError
 from weightsync.interfaces import Transfer, TransferStats
 from weightsync.manifest import TensorMeta
+from weightsync.receiver import ReceiverRank
 from weightsync.registry import register_transport, unregister_transport
-from weightsync.testing import LocalSync, module_engine
+from weightsync.sender import SenderRank
+from weightsync.session import Session
+from weightsync.testing import LocalFleet, LocalSync, in_process_party, module_engine
 from weightsync.transports.broadcast import BroadcastReceiver, BroadcastSender
 
 
@@ -97,3 +102,40 @@ def test_a_source_that_hangs_is_named_within_the_bound() -> None:
             session.update()
         assert time.monotonic() - started < 15
     assert weights(engine) == before
+
+
+def test_a_source_that_an_earlier_weight_sync_still_reads_is_not_read_beside_that() -> None:
+    reading, ends = 0, threading.Event()
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal reading
+        yield "weight", torch.ones(2, 2)
+        if described:
+            reading += 1
+            assert reading == 1
+            ends.wait(20)
+            reading -= 1
+        yield "bias", torch.ones(2)
+
+    described = False
+    engine = torch.nn.Linear(2, 2)
+    first = LocalSync([source], [module_engine(engine)], config(timeout_s=1))
+    with first as session:
+        described = True
+        with pytest.raises(UpdateTimeoutError):
+            session.update()
+        later = SenderRank(0, source)
+        later.take_over(first.senders[0])
+        described = False
+        fleet = LocalFleet([in_process_party([later])], [in_process_party([ReceiverRank(TorchModuleAdapter(engine))])])
+        with pytest.raises(UpdateTimeoutError, match="still makes tensors for an earlier update that was given up"):
+            Session(fleet, config(timeout_s=1)).open()
+        ends.set()
+        while reading:
+            time.sleep(0.01)
+        second = Session(fleet, config(timeout_s=5))
+        second.open()
+        second.update()
+        assert torch.equal(engine.weight, torch.ones(2, 2))
+        second.close()
+        fleet.close()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -249,9 +248,8 @@ def _name(rank: int) -> str:
 @cache
 def _place() -> int:
     """A number for the host and namespace in which this process has its pid."""
-    space = Path("/proc/self/ns/pid")
-    pids = os.readlink(space) if space.is_symlink() else ""
-    return xxhash.xxh3_64_intdigest(f"{identify().machine}/{pids}".encode()) >> 2
+    own = identify()
+    return xxhash.xxh3_64_intdigest(f"{own.machine}/{own.pids}".encode()) >> 2
 
 
 class GlooPayload:

@@ -108,8 +108,8 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What an engine does along with taking new weights, where it can: drop what it had computed with the old ones
     (blocks of the prefix cache, multimodal and encoder outputs), and label outputs with the version."""
     version_salt: bool = False
-    """Salt the prefix cache with the version, so that blocks of different versions never match, and old ones need not be
-    flushed while requests use them. Requests that bring a salt keep it, with the version added."""
+    """Salt the prefix cache of a vLLM engine with the version, so that blocks of different versions never match, and old ones
+    need not be flushed while requests use them: then leave flush_prefix_cache out of on_commit. Requests that bring a salt keep it, with the version added."""
     on_failure: Literal["raise", "poison"] = "raise"
     """When an apply fails on some engines: raise: update() raises. poison: update() returns a report that lists them.
     In both cases they hold mixed weights and refuse to generate until a whole update succeeds, and the others commit."""
@@ -144,6 +144,11 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if self.min_bandwidth_bytes is not None:
             nbytes = parse_bytes(self.min_bandwidth_bytes, key="min_bandwidth_bytes")
             msgspec.structs.force_setattr(self, "min_bandwidth_bytes", nbytes)
+        if not isinstance(self.wire_dtype, dict):
+            raise ConfigError(
+                f'wire_dtype: expected a mapping of name pattern to dtype, as {{"*": "bfloat16"}}, got {self.wire_dtype!r}',
+                key="wire_dtype",
+            )
         for pattern, name in self.wire_dtype.items():
             floating_dtype(name, key=f"wire_dtype.{pattern}")
         for key in ("timeout_s", "audit_every", "retries"):

@@ -18,6 +18,7 @@ import torch
 from weightsync.coalescer import Coalescer
 from weightsync.errors import EnginePoisonedError, EngineStateError
 from weightsync.held import Held
+from weightsync.identity import cupy_version
 from weightsync.interfaces import DirectAdapter, EngineAdapter
 from weightsync.landing import Landing, landings, views
 from weightsync.loadmap import Copy, LoadMap
@@ -102,6 +103,8 @@ class DirectApply:
             self._give_up("the engine's adapter does not show its live tensors")
         elif mode == "off" and not self._direct.laid_out_as_loaded:
             self._give_up("direct_apply is off")
+        elif self._direct.device.type == "cuda" and not self._direct.laid_out_as_loaded and not cupy_version():
+            self._give_up("a reload cannot be watched: cupy is not installed")
         else:
             self._start_anew(self._direct, self._direct.live())
 

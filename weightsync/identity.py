@@ -41,6 +41,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Those of `NCCL_VARIABLES` that are set to other than their default."""
     node: str = ""
     """Id of the Ray node, "" outside Ray."""
+    pids: str = ""
+    """The namespace in which `pid` is one: containers that share a network may count processes each for itself."""
     started: int = 0
     """When the process started, in clock ticks since boot; tells it from a later one with the same pid."""
 
@@ -132,10 +134,12 @@ def cupy_version() -> str:
 
 def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/net")
-    parts = [boot.read_text().strip() if boot.exists() else socket.gethostname()]
-    parts.append(os.readlink(namespace) if namespace.is_symlink() else "")
-    return "/".join(parts)
+    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()}/{_namespace('net')}"
+
+
+def _namespace(kind: str) -> str:
+    path = Path("/proc/self/ns") / kind
+    return os.readlink(path) if path.is_symlink() else ""
 
 
 def identify(address: str = "127.0.0.1", node: str = "") -> Identity:
@@ -149,6 +153,7 @@ def identify(address: str = "127.0.0.1", node: str = "") -> Identity:
         python=".".join(map(str, sys.version_info[:3])),
         address=address,
         node=node,
+        pids=_namespace("pid"),
         started=own_start_ticks(),
     )
 

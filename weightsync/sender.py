@@ -15,7 +15,14 @@ from weightsync import messages as m
 from weightsync.background import Background
 from weightsync.config import SyncConfig
 from weightsync.doctor.look import look
-from weightsync.errors import ConfigError, ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    ErrorInfo,
+    RestartedError,
+    TransportError,
+    UpdateTimeoutError,
+    WeightSyncError,
+)
 from weightsync.fanout import LockStep
 from weightsync.fence import Fence
 from weightsync.hostmemory import trim_heap
@@ -88,6 +95,7 @@ class SenderRank:
         """Continue at the version of *other*, an earlier weight sync's rank on the same weights, and end that one."""
         other._drop_links(None)
         self.fence, self._version = other.fence, other._version
+        self._work = other._work  # a gather that was given up goes on, and no other may run beside it
 
     def handle(self, call: m.Call) -> m.Reply:
         """Answer; an error becomes a `Failed` reply that names this rank."""
@@ -98,6 +106,8 @@ class SenderRank:
             return m.Failed(error=ErrorInfo.of(error, rank=self.name))
 
     def _handle(self, request: m.Request) -> m.Reply:
+        if self._source is None and isinstance(request, m.OpenSender | m.Connect | m.Prepare | m.Transfer):
+            raise RestartedError("another weight sync has looked at this trainer, and did not come to open it")
         match request:
             case m.Examine():
                 return self._examine(request)
@@ -197,8 +207,7 @@ class SenderRank:
         assert self._source is not None
         if self._manifest is None or self._unconnected:
             raise TransportError("the links are not open")
-        if self._work is not None:
-            raise UpdateTimeoutError("the source still makes tensors for an earlier update that was given up")
+        self._refuse_while_busy()
         if not self._ready:
             self._look_through(self._source, self._manifest)
         self._ready = False
@@ -370,8 +379,15 @@ class SenderRank:
         return {id: work.result() for id, work in works.items()}
 
     def _start(self, work: Callable[[], m.Ok | m.Sent], name: str, wait_s: float) -> m.Reply:
+        self._refuse_while_busy()
         self._work = Background(work, name=name)
         return self._poll(wait_s)
+
+    def _refuse_while_busy(self) -> None:
+        """A gather cannot be given up, and a second one beside it could meet the first one's parts on other ranks."""
+        if self._work is not None and not self._work.is_done(0):
+            raise UpdateTimeoutError("the source still makes tensors for an earlier update that was given up")
+        self._work = None
 
     def _poll(self, wait_s: float) -> m.Reply:
         if self._work is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,8 @@ class Session:
     def update(self) -> UpdateReport:
         """Bring every engine to the next version; see `weightsync.update` for what can happen.
 
-        After a failure: a party that was restarted is opened again (where that fails, by the next update), an engine
-        that is gone is left out where the config says so, and what a retry can cure is tried again, `retries` times; each
+        After a failure: a party that was restarted is opened again (where that fails, by the next update; and where some
+        trainers were restarted and others not, the update fails with AgreementError, once), an engine that is gone is left out where the config says so, and what a retry can cure is tried again, `retries` times; each
         time from the start.
         """
         failures: list[str] = []
@@ -129,7 +129,7 @@ class Session:
             self._flight = Flight()
             try:
                 self._members.reopen(decided=self._log.decided)
-                report = self._attempt(last=retries == 0)
+                report = self._attempt(last=retries == 0, restarted=restarted)
             except WeightSyncError as error:
                 attempts.append(self._look_into(error))
                 error.attempts = tuple(attempts)
@@ -197,7 +197,7 @@ class Session:
             self.remove_engine(party)
         return gone
 
-    def _attempt(self, *, last: bool, verify: bool = False) -> UpdateReport:
+    def _attempt(self, *, last: bool, verify: bool = False, restarted: Collection[str] = ()) -> UpdateReport:
         started = time.perf_counter()
         phases: dict[str, float] = {}
         if not self._linked:
@@ -213,9 +213,12 @@ class Session:
         if verify:
             contents = self._links.contents(self._links.ids)
             expected = {id: self._content[content] for id, content in contents.items() if content in self._content}
-            machine = self._machine(self.version, list(self.engines), expected=expected, verify=True)
+            machine = self._machine(
+                self.version, list(self.engines), expected=expected, since=self._since(), verify=True
+            )
         else:
-            machine = self._machine(max(self.version, self._log.decided) + 1, list(self.engines), since=self._since())
+            version = max(self.version, self._log.decided) + 1
+            machine = self._machine(version, list(self.engines), since=self._since(), restarted=restarted)
         self._linked = False  # unless all goes well
         self._drive(machine, connect_s=connected)
         self._linked = machine.error is None and not machine.poisoned
@@ -244,6 +247,7 @@ class Session:
         expected: Mapping[int, int] | None = None,
         since: int = 0,
         verify: bool = False,
+        restarted: Collection[str] = (),
     ) -> UpdateMachine:
         members = self._members
         senders = {self._links.plan(id).sender for id in links} if links is not None else range(len(members.trainers))
@@ -259,8 +263,9 @@ class Session:
             links=links,
             expected=expected,
             since=since,
-            leaving_out=self._leaving_out,
+            leaving_out=None if verify else self._leaving_out,
             verify=verify,
+            restarted=restarted,
         )
 
     def _since(self) -> int:

@@ -12,7 +12,7 @@ With apply "streaming" an engine applies while it receives, so there a failed tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,6 +69,7 @@ class UpdateMachine:
         since: int = 0,
         leaving_out: LeavingOut | None = None,
         verify: bool = False,
+        restarted: Collection[str] = (),
     ) -> None:
         """An update of all *engines* to *version*.
 
@@ -80,6 +81,7 @@ class UpdateMachine:
             since, leaving_out: what has not changed since this version, which everybody should hold, is not sent; 0, None:
                 all is.
             verify: everybody has the version already; the engines are to compare it with what they hold.
+            restarted: trainers of which nobody knows yet that they were, among these parties.
         """
         self.version = version
         self.phase = Phase.PREPARE
@@ -100,6 +102,7 @@ class UpdateMachine:
         self._plan_digests, self._links, self._expected = plan_digests, links, expected
         self._since_version, self._leaving_out = since, leaving_out
         self._verify = verify
+        self._restarted = [party for party in trainers if party in restarted]
         self._changed: dict[str, bytes] = {}
         """Per trainer, what differs from that version."""
         self._holders: set[str] = set()
@@ -287,6 +290,8 @@ class UpdateMachine:
     def _advance(self, now: float) -> list[Command]:
         match self.phase:
             case Phase.PREPARE:
+                if (error := self._differing_trainers()) is not None:
+                    return self._abort(error, now)
                 self._enter(Phase.TRANSFER, now)
                 self._leave_out()
                 # Engines first: a receiver that listens never keeps a sender waiting.
@@ -311,6 +316,23 @@ class UpdateMachine:
             case Phase.ABORT:
                 self._enter(Phase.FAILED, now)
         return []
+
+    def _differing_trainers(self) -> WeightSyncError | None:
+        """Trainers that may not hold what the others do, or what is to be verified."""
+        if self._restarted and len(self._restarted) < len(self._trainers):
+            others = [trainer for trainer in self._trainers if trainer not in self._restarted]
+            return AgreementError(
+                f"{', '.join(self._restarted)} was restarted and may hold other weights than {', '.join(others)}; see that all "
+                "hold those of one step (load its checkpoint), and update again",
+                rank=self._restarted[0],
+                field="restarted",
+            )
+        gone_on = [trainer for trainer, changed in self._changed.items() if any(changed)] if self._verify else []
+        if gone_on:
+            return AgreementError(
+                f"{', '.join(gone_on)} does not hold version {self.version} any more", rank=gone_on[0], field="content"
+            )
+        return None
 
     def _leave_out(self) -> None:
         """Where everybody is known to hold the version before: what has not changed since."""

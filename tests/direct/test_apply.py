@@ -32,8 +32,10 @@ from tests.direct.made_up import (
 from tests.direct.sets import SetSender
 from weightsync.config import SyncConfig
 from weightsync.digest import copy_and_digest
+from weightsync.direct import DirectApply, Way
 from weightsync.errors import DigestError, EnginePoisonedError, WeightSyncError
 from weightsync.interfaces import DirectAdapter
+from weightsync.manifest import Manifest
 from weightsync.testing import LocalSync
 
 
@@ -254,3 +256,19 @@ def test_an_audit_finds_a_copy_that_went_wrong(monkeypatch: pytest.MonkeyPatch) 
 
 def test_made_up_engines_are_what_direct_apply_asks_for() -> None:
     assert isinstance(MadeUp(plan()), DirectAdapter)
+
+
+def test_without_cupy_an_engine_on_a_gpu_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = MadeUp(plan())
+    manifest = Manifest.from_tensors({name: torch.randn(shape) for name, shape in shapes_of(plan()).items()})
+    load_map = adapter.load_map(manifest)
+    adapter.device = torch.device("cuda")
+    monkeypatch.setattr("weightsync.direct.cupy_version", lambda: "")
+    direct = DirectApply(adapter, load_map, manifest, mode="auto", audit_every=10)
+    assert set(direct.reasons.values()) == {"a reload cannot be watched: cupy is not installed"}
+    assert direct.plan(sets=False, staged=True) is Way.RELOAD
+    monkeypatch.setattr("weightsync.direct.cupy_version", lambda: "14.2")
+    assert (
+        DirectApply(adapter, load_map, manifest, mode="auto", audit_every=10).plan(sets=False, staged=True)
+        is Way.OBSERVE
+    )

@@ -96,19 +96,26 @@ def test_a_model_that_cannot_be_staged_is_verified_as_it_comes() -> None:
         assert made.are_equal()
 
 
+@pytest.mark.parametrize("skip_unchanged", [False, True])
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
-def test_trainers_that_have_gone_on_are_told_and_nothing_changes(transport: str) -> None:
-    with Synced(transport=transport) as made:
+def test_trainers_that_have_gone_on_are_told_and_nothing_changes(transport: str, skip_unchanged: bool) -> None:
+    with Synced(transport=transport, skip_unchanged=skip_unchanged) as made:
+        made.step(0)
+        made.session.update()
+        for name in ("layers.0.up", "layers.0.down"):
+            made.trainer[name].copy_(values(1)[name])
+        assert made.session.update().num_skipped == (3 if skip_unchanged else 0)
+        assert made.session.verify().num_skipped == 0
         made.step(1)
         made.session.update()
-        made.step(2)
-        with pytest.raises(AgreementError, match="trainer 0 does not hold version 1 any more") as caught:
+        made.trainer["layers.3.up"].copy_(values(2)["layers.3.up"])
+        with pytest.raises(AgreementError, match="trainer 0 does not hold version 3 any more") as caught:
             made.session.verify()
         assert caught.value.field == "content"
         assert made.session.status()["poisoned"] == {}
         assert all(torch.equal(t, values(1)[name]) for name, t in made.engines[0].state_dict().items())
-        assert made.session.update().version == 2
-        assert made.session.verify().version == 2
+        assert made.session.update().version == 4
+        assert made.session.verify().version == 4
 
 
 def test_there_is_nothing_to_verify_before_the_first_update() -> None:

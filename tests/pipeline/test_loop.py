@@ -43,7 +43,7 @@ class Fake:
     """A pipeline of one trainer and three engines, with no process but this one."""
 
     def __init__(
-        self, out: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, reports: list[Any], verify_every: int = 0
+        self, out: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, reports: list[Any], **run: Any
     ) -> None:
         monkeypatch.setattr(loop, "ask", lambda calls: list(calls.values()))
         self.seen: list[list[tuple[Any, int, int]]] = []
@@ -64,7 +64,7 @@ class Fake:
         config = PipelineConfig(
             trainer=TrainerConfig(class_="a:B"),
             engines=EnginesConfig(kind="torch", class_="a:C", replicas=3),
-            run=RunConfig(steps=steps, verify_every=verify_every),
+            run=RunConfig(steps=steps, **run),
         )
         sync: Any = SimpleNamespace(update=self._update, verify=self._verify)
         display = Display(Console(quiet=True))
@@ -142,3 +142,11 @@ def test_engines_are_verified_every_so_many_updates_and_where_one_fails_the_run_
         fake.loop.run()
     record = json.loads((tmp_path / "updates.jsonl").read_text().splitlines()[-1])
     assert (record["ok"], record["step"], record["culprit"]) == (False, 2, "engine 2 rank 0")
+
+
+def test_engines_are_updated_after_the_last_step_where_steps_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(tmp_path, monkeypatch, steps=3, reports=[REPORT], sync_every=5)
+    fake.loop.run()
+    assert fake.loop._num_updates == 1

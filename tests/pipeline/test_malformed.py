@@ -118,7 +118,6 @@ CASES = [
     case("vllm's memory beside a trainer", "replicas: 1", "resources: {num_gpus: 0.5}", 10, "engines.arguments.gpu_memory_utilization: is missing", also=[*VLLM, *GPUS, ("trainer:\n", "model: hub/name\ntrainer:\n")]),
     case("fewer GPUs than ways", "arguments: {}", "resources: {num_gpus: 1}\n  arguments: {tensor_parallel_size: 2}", 10, "engines.arguments.tensor_parallel_size: is 2; needs 2 GPUs", also=[*VLLM, ("trainer:\n", "model: hub/name\ntrainer:\n")]),
     case("another worker extension", "arguments: {}", "arguments: {worker_extension_cls: a.B}", 9, "engines.arguments.worker_extension_cls: is 'a.B'", "remove the key", also=[*VLLM, ("trainer:\n", "model: hub/name\ntrainer:\n")]),
-    case("no update at all", "sync_every: 1", "sync_every: 5", 16, "run.sync_every: is 5; more than run.steps (3)"),
     case("an unknown transport", "transport: auto", "transport: carrier_pigeon", 13, "sync.transport: is 'carrier_pigeon'; unknown transport 'carrier_pigeon'; known: auto, broadcast"),
     case("a folder that is a file", "out: OUT", "out: /dev/null/out", 17, "run.out: is '/dev/null/out'", "name another"),
     # No YAML

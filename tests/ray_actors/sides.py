@@ -66,12 +66,16 @@ class FakeAsyncLlm:
             kv_transfer_config=None,
         )
         self.busy_s = 0.0
+        self.asleep: bool | None = None
+        """The weights are; None: nobody can tell."""
 
     async def add_request(self, request_id: str, prompt: Any, params: Any) -> str:
         self.queue.append(prompt)
         return request_id
 
-    async def collective_rpc(self, method: str, args: tuple[bytes]) -> list[bytes]:
+    async def collective_rpc(self, method: str, args: tuple[bytes, ...] = ()) -> list[Any]:
+        if method == "weightsync_asleep":
+            return [self.asleep]
         self.log.append(type(request_of(args[0])).__name__)
         return [await asyncio.to_thread(m.answer, self.rank.handle, args[0])]
 

@@ -98,10 +98,21 @@ def test_an_engine_that_its_user_has_paused_stays_so(actor: AsyncActor) -> None:
     session.close()
 
 
-def test_an_engine_that_may_be_asleep_is_refused(actor: AsyncActor) -> None:
+@pytest.mark.parametrize("asleep", [None, True])
+def test_an_engine_that_may_be_asleep_is_refused(asleep: bool | None, actor: AsyncActor) -> None:
     actor.engine.paused = actor.engine.vllm_config.model_config.enable_sleep_mode = True
-    with pytest.raises(EngineStateError, match="asleep"):
+    actor.engine.asleep = asleep
+    with pytest.raises(EngineStateError, match=r"asleep.*wake_up"):
         connect(make_module(1), actor)
+
+
+def test_an_engine_of_which_only_the_cache_sleeps_is_updated_and_sleeps_on(actor: AsyncActor) -> None:
+    actor.engine.paused = actor.engine.vllm_config.model_config.enable_sleep_mode = True
+    actor.engine.asleep = False
+    session = connect(make_module(1), actor)
+    assert session.update().version == 1
+    assert actor.engine.paused
+    session.close()
 
 
 @pytest.mark.parametrize("decided", [True, False])

@@ -127,6 +127,19 @@ def test_only_what_changed_is_moved(apply: str, trainer: Any, engines: list[Any]
         assert all(same(found, weights_of(trainer)[0]) for found in weights_of(*engines))
 
 
+def test_a_weight_sync_goes_on_after_another_could_not_connect(trainer: Any, engines: list[Any]) -> None:
+    config = {"transport": "shared_memory"}
+    with ws.connect(trainers=[trainer], engines=engines, source="model", target="model", config=config) as sync:
+        version = sync.update().version
+        for _ in range(2):
+            with pytest.raises(ws.ConfigError, match="mdoel"):
+                ws.connect(trainers=[trainer], engines=engines, source="model", target="mdoel", config=config)
+            ray.get(trainer.change_last.remote())
+            version += 1
+            assert sync.update().version == version
+            assert all(same(found, weights_of(trainer)[0]) for found in weights_of(*engines))
+
+
 def test_an_engine_that_holds_other_weights_is_found_and_repaired(trainer: Any, engines: list[Any]) -> None:
     with ws.connect(trainers=[trainer], engines=engines, source="model", target="model") as sync:
         version = sync.update().version

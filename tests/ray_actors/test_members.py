@@ -179,10 +179,13 @@ def test_a_weight_sync_that_is_in_mid_update_cannot_be_taken_over(actors: list[A
         assert same(trainer, other)
 
 
-def test_versions_go_on_from_the_log_when_all_actors_are_new(tmp_path: Path, actors: list[Any]) -> None:
+def test_versions_go_on_from_the_log_when_all_actors_are_new(
+    tmp_path: Path, actors: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, engine, _ = actors
     log = tmp_path / "versions.jsonl"
-    with connect(trainer, [engine], version_log=str(log)) as sync:
+    monkeypatch.chdir(tmp_path)  # a folder that the coordinator does not work in
+    with connect(trainer, [engine], version_log=log.name) as sync:
         version = sync.update().version
         with pytest.raises(ws.EngineStateError, match="uses this version log"):
             connect(trainer, [engine], version_log=str(log))
@@ -203,3 +206,9 @@ def test_a_lost_engine_is_left_out_where_the_config_says_so(actors: list[Any]) -
         assert report.lost == ("engine 1",)
         assert same(trainer, engine)
         assert list(sync.status()["engines"]) == ["engine 0"]
+        ray.kill(sync._coordinator)
+        with pytest.raises(ws.CoordinatorLostError):
+            sync.update()
+        ray.get(trainer.step.remote())
+        assert sync.update().version == report.version + 1, "the next coordinator does not ask for the lost one"
+        assert same(trainer, engine)

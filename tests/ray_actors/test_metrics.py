@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightsync.config import SyncConfig
+from weightsync.errors import WeightSyncError
 from weightsync.ray_actors import watching
 from weightsync.ray_actors.metrics import METRICS
 from weightsync.report import UpdateReport
@@ -84,8 +85,8 @@ def test_the_documentation_lists_every_metric_and_no_other() -> None:
     assert listed == {metric.exported[0].removesuffix("_bucket") for metric in METRICS}
 
 
-def test_a_record_that_cannot_be_written_does_not_fail_the_update(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_recorded_does_not_fail_the_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     report = UpdateReport(
@@ -93,3 +94,12 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_update(
     )  # fmt: skip
     watching.Watching(SyncConfig(flight_record=str(tmp_path / "file" / "record.jsonl"))).committed(report)
     assert "record.jsonl cannot be written" in caplog.text
+
+    def refuse(*_: object) -> None:
+        raise ValueError("Ray refuses")
+
+    monkeypatch.setattr("weightsync.ray_actors.metrics.note_commit", refuse)
+    monkeypatch.setattr("weightsync.ray_actors.metrics.note_failure", refuse)
+    watching.Watching(SyncConfig(metrics=True)).committed(report)
+    watching.Watching(SyncConfig(metrics=True)).failed(WeightSyncError("broken"), 1.0)
+    assert caplog.text.count("could not be counted") == 2

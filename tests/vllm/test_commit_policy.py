@@ -326,6 +326,24 @@ def test_an_llm_that_is_asleep_is_refused(engine: Engine, swap: Any, monkeypatch
     session.close()
 
 
+def test_an_llm_of_which_only_the_cache_is_asleep_is_updated(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.device_allocator import cumem
+
+    session = engine.connect()
+    monkeypatch.setattr(engine.llm.model_config, "enable_sleep_mode", True)
+    states = {"weights": False, "kv_cache": True}
+    entries = {i: SimpleNamespace(tag=tag, is_asleep=state) for i, (tag, state) in enumerate(states.items())}
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", SimpleNamespace(pointer_to_data=entries))
+    engine.llm.sleep(level=1)
+    try:
+        assert engine.llm.llm_engine.is_sleeping()
+        session.update()
+    finally:
+        engine.llm.wake_up()
+    assert engine.is_exact(engine.ask())
+    session.close()
+
+
 def test_the_weights_of_a_draft_model_are_reported_as_fed_by_nothing(
     engine: Engine, swap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

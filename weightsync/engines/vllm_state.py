@@ -36,7 +36,7 @@ def refuse_unfit(worker: Any) -> None:
         )
     if getattr(worker, "_weight_update_active", False):
         raise EngineStateError("a weight update of vLLM's own is under way (start_weight_update); finish it first")
-    if _weights_asleep():
+    if weights_asleep():
         raise EngineStateError("the engine's weights are asleep; call wake_up() before the update")
     if _drafts(config) and draft_model(worker) is None:
         raise EngineStateError(
@@ -54,7 +54,7 @@ def settings_of(worker: Any) -> dict[str, bool | int | str]:
     found = {
         "prefix_caching": getattr(config.cache_config, "enable_prefix_caching", None),
         "sleep_mode": getattr(config.model_config, "enable_sleep_mode", None),
-        "asleep": _weights_asleep(),
+        "asleep": weights_asleep(),
         "eplb": getattr(config.parallel_config, "enable_eplb", None),
         "tensor_parallel_size": getattr(config.parallel_config, "tensor_parallel_size", None),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -92,11 +92,12 @@ def _drafts(config: Any) -> bool:
 # ---- sleep ----------------------------------------------------------------------------------------------------------
 
 
-def _weights_asleep() -> bool:
-    """Whether the memory of weights is given back, as vLLM's allocator tells (not in every version: then False)."""
+def weights_asleep() -> bool | None:
+    """Whether the memory of weights is given back, as vLLM's allocator tells; None where it does not."""
     allocator = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
     data = getattr(getattr(allocator, "instance", None), "pointer_to_data", {}).values()
-    return any(entry.tag == "weights" and getattr(entry, "is_asleep", False) for entry in data)
+    states = [getattr(entry, "is_asleep", None) for entry in data if entry.tag == "weights"]
+    return None if not states or None in states else any(states)
 
 
 # ---- known bugs -----------------------------------------------------------------------------------------------------

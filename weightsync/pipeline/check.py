@@ -167,11 +167,6 @@ def _check_vllm(document: Document, engines: EnginesConfig) -> None:
 
 def _check_run(document: Document, config: PipelineConfig) -> None:
     run = config.run
-    if run.sync_every > run.steps:
-        raise document.error(
-            "run.sync_every",
-            f"more than run.steps ({run.steps}), so that no update would be made; expected {run.steps} or less",
-        )
     out = Path(run.out).expanduser()
     there = next((folder for folder in (out, *out.parents) if folder.exists()), out)
     if not there.is_dir() or not os.access(there, os.W_OK):
