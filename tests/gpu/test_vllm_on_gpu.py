@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class Parties:
         found: Outputs = ray.get(self.engine.outputs.remote())
         return found
 
+    def on_engine(self, function: Callable[[Any], Any]) -> Any:
+        return ray.get(self.engine.__ray_call__.remote(function))
+
     def on_worker(self, *function: Any) -> Any:
         return ray.get(self.engine.on_worker.remote(*function))
 
@@ -87,6 +90,7 @@ def parties(
     # A set size of the KV cache: vLLM would measure what is free, which engines that start or end beside it disturb.
     arguments = engine_arguments | {
         "enforce_eager": eager,
+        "enable_sleep_mode": eager,
         "kv_cache_memory_bytes": 1 << 30,
         "gpu_memory_utilization": 0.25,
     }
@@ -155,6 +159,22 @@ def test_an_engine_equals_a_fresh_one_after_every_chunking(chunking: str, partie
             assert report.apply == settings.get("apply", "staged")
             assert max(reloads(report)) <= 1
             assert parties.outputs() == parties.expected[seed]
+        assert sync.verify().version == report.version
+        assert parties.outputs() == parties.expected[NEW]
+
+
+@pytest.mark.parametrize("parties", [True], indirect=True, ids=["eager"])
+def test_weights_that_sleep_threw_away_come_back_before_the_cache_wakes(parties: Parties) -> None:
+    with parties.connect(apply="streaming") as sync:
+        for seed in (OLD, NEW):
+            parties.update(sync, seed)
+        parties.on_engine(lambda engine: engine.llm.sleep(level=2))
+        with pytest.raises(ws.EngineStateError, match=r"weights are not in memory; call wake_up"):
+            parties.update(sync, OLD)
+        parties.on_engine(lambda engine: engine.llm.wake_up(tags=["weights"]))
+        parties.update(sync, OLD)
+        parties.on_engine(lambda engine: engine.llm.wake_up(tags=["kv_cache"]))
+        assert parties.outputs() == parties.expected[OLD]
 
 
 def test_one_reload_per_chunk_corrupts_and_the_next_update_repairs(parties: Parties) -> None:
@@ -170,6 +190,8 @@ def test_one_reload_per_chunk_corrupts_and_the_next_update_repairs(parties: Part
         assert any("experts" in name for name in parties.on_worker(differing))
         ray.get(parties.engine.forget_prompts.remote())  # vLLM leaves that to its caller
         assert parties.outputs() != parties.expected[NEW]
+        with pytest.raises(ws.EnginePoisonedError, match=r"engine 0 rank 0: it held other values in .*experts"):
+            sync.verify()
 
         parties.update(sync, NEW)
         assert parties.on_worker(differing) == []
