@@ -540,6 +540,45 @@ def test_an_engine_equals_four_fsdp_ranks_bit_for_bit(
     session.close()
 
 
+def start_sync_of_parameters(subject: Rank, seed: int) -> None:
+    subject.held = fsdp(seed)
+    subject.sender = SenderRank(subject.rank, lambda: dict(subject.held.named_parameters(remove_duplicate=False)))
+
+
+def forward(subject: Rank) -> None:
+    with torch.no_grad():
+        subject.held(torch.tensor([1, 2]))
+
+
+def reshard(subject: Rank) -> None:
+    subject.held.reshard()
+
+
+@pytest.mark.parametrize("transport", ["sharded_shared_memory", "sharded_broadcast"])
+def test_parameters_that_a_forward_left_whole_are_not_cut_as_if_they_were_shards(
+    transport: str, ranks: Ranks, engine: Model, fleet: LocalFleet
+) -> None:
+    def parameters(of: Any) -> Bytes:
+        found = of if isinstance(of, dict) else to_bytes(of.state_dict())
+        return {name: value for name, value in found.items() if name != "count"}
+
+    ranks.ask(start_sync_of_parameters, 5)
+    session = Session(fleet, SyncConfig(transport=transport, timeout_s=20))
+    session.open()
+    before = parameters(ranks.ask(step)[0])
+    session.update()
+    assert parameters(engine) == before
+    expected = parameters(ranks.ask(step)[0])
+    ranks.ask(forward)
+    with pytest.raises(ManifestError, match=r"weight was sharded on this rank.*is whole now.*Call reshard\(\)"):
+        session.update()
+    assert parameters(engine) == before
+    ranks.ask(reshard)
+    session.update()
+    assert parameters(engine) == expected
+    session.close()
+
+
 def count_gathers(subject: Rank) -> None:
     subject.stack = ExitStack()
     subject.gathers = subject.stack.enter_context(watched())

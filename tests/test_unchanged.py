@@ -19,9 +19,10 @@ from weightsync.engines.torch_module import TorchModuleAdapter
 from weightsync.errors import EnginePoisonedError, WeightSyncError
 from weightsync.loadmap import LoadMap, ModuleGroup
 from weightsync.manifest import Manifest, TensorMeta
+from weightsync.receiver import ReceiverRank
 from weightsync.report import UpdateReport
 from weightsync.session import Session
-from weightsync.testing import LocalSync
+from weightsync.testing import LocalSync, in_process_party, module_engine
 from weightsync.testing.campaign import Campaign, control_cases, data_cases, digests, sparse_weights
 from weightsync.testing.modules import nested_module
 from weightsync.unchanged import LeavingOut, from_bits, groups_left, to_bits, without
@@ -331,3 +332,22 @@ def test_no_fault_corrupts_hangs_or_outlives_the_next_update(first: int, transpo
     with Campaign(weights=sparse_weights, transport=transport, apply=apply, skip_unchanged=True) as campaign:
         outcomes = [campaign.run(case) for case in cases]
     assert [f"{o.case}: {o.result}, retry {o.retry} ({o.error})" for o in outcomes if not o.sound] == []
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "sharded_shared_memory"])
+def test_an_engine_that_is_brought_up_does_not_hide_what_has_changed_for_the_others(transport: str) -> None:
+    """It needs but a part of the weights, which the trainer still holds as they were committed."""
+    trainer = {"a.w": torch.randn(8), "b.w": torch.randn(8)}
+    full, part, late = (
+        nested_module({n: torch.zeros(8) for n in names}) for names in (["a.w", "b.w"], ["a.w"], ["a.w"])
+    )
+    config = SyncConfig(transport=transport, timeout_s=10, skip_unchanged=True)
+    sync = LocalSync([lambda: trainer], [module_engine(full), module_engine(part)], config)
+    with sync as session:
+        session.update()
+        trainer["b.w"].normal_()
+        report = session.add_engine(sync.fleet.add(in_process_party([ReceiverRank(TorchModuleAdapter(late))])))
+        assert (report is not None) == (transport != "shared_memory")
+        session.update()
+        for engine in (full, part, late):
+            assert all(torch.equal(tensor, trainer[name]) for name, tensor in engine.state_dict().items())

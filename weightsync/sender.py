@@ -90,6 +90,8 @@ class SenderRank:
         self._progress = 0
         self._doing = ""
         self._version = 0
+        self._is_new = True
+        """The update under way goes to all engines, and to a version that none has. Else what they hold is what it was."""
 
     def take_over(self, other: SenderRank) -> None:
         """Continue at the version of *other*, an earlier weight sync's rank on the same weights, and end that one."""
@@ -137,7 +139,8 @@ class SenderRank:
                 for transport in self._links.values():
                     transport.finish()
                 self._version = request.version
-                self._digests.commit(request.version)
+                if self._is_new:
+                    self._digests.commit(request.version)
                 return m.Ok()
             case m.Abort():
                 self._drop_links(request.links)
@@ -210,7 +213,7 @@ class SenderRank:
         self._refuse_while_busy()
         if not self._ready:
             self._look_through(self._source, self._manifest)
-        self._ready = False
+        self._ready, self._is_new = False, not request.verify
         return m.Prepared(
             version=self._version,
             epoch=self.fence.epoch,
@@ -274,6 +277,7 @@ class SenderRank:
         assert self._source is not None and self._manifest is not None
         began = time.monotonic()
         held, self._held = self._held, None
+        self._is_new = self._is_new and request.links is None
         left_out = from_bits(self._manifest, request.left_out)
         names = tuple(name for name in self._names if name not in left_out)
         ids = self._links.keys() if request.links is None else request.links

@@ -278,7 +278,10 @@ class Session:
 
     def _note_outcome(self, machine: UpdateMachine) -> None:
         self._members.note(machine, is_new=machine.version > self.version)
-        self._uniform = (machine.version, self.epoch) if machine.error is None and not machine.poisoned else None
+        if machine.error is not None or machine.poisoned:
+            self._uniform = None
+        elif machine.version > self.version:
+            self._uniform = (machine.version, self.epoch)
         if machine.phase == "failed":
             return
         if machine.version > self.version:

@@ -63,6 +63,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return _local(tensor) if is_sharded(tensor) else tensor
 
 
+def shard_layout(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """How *tensor*, as `own_part` gave it, is cut, and which part lies here; None where it is not sharded."""
+    if not is_sharded(tensor):
+        return None
+    mesh = tensor.device_mesh
+    return tuple(tensor.placements), tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
+
+
 def tie_key(tensor: DTensor) -> tuple[object, ...]:
     """Equal for two DTensors over the same memory, while both live; also where this rank's part is empty."""
     local = _local(tensor)

@@ -24,6 +24,7 @@ from weightsync.sharded import (
     no_data,
     own_part,
     release,
+    shard_layout,
     tie_key,
 )
 
@@ -66,6 +67,8 @@ class TrainerSource:
         self._in_shared_memory = False
         self._sharded = False
         self._known: tuple[Manifest, dict[str, _Known]] | None = None
+        self._layouts: dict[str, tuple[object, ...] | None] = {}
+        """How each tensor was cut when `holdings` told."""
         self._checked: _Checked | None = None
         self._tables = WeakKeyDictionary[torch.nn.Module, Callable[[], dict[str, torch.Tensor]]]()
 
@@ -201,7 +204,13 @@ class TrainerSource:
         Raises:
             ManifestError: naming a tensor whose values no rank has.
         """
-        return Holdings.of(self._look()[0])
+        self._layouts = {}
+        return Holdings.of(self._noted(self._look()[0]))
+
+    def _noted(self, pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            self._layouts[name] = shard_layout(tensor)
+            yield name, tensor
 
     def shards(self, manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """This rank's own parts of the tensors called *names*, as they lie: in that order, or as they are made. Of what the
@@ -209,7 +218,7 @@ class TrainerSource:
         iterated to its end on every rank.
 
         Raises:
-            ManifestError: a tensor is gone, or is not as it was announced.
+            ManifestError: a tensor is gone, or is not as it was announced, or not cut as `holdings` told.
         """
         known, wanted = self._know(manifest), set(names)
         pairs: Pairs
@@ -227,7 +236,18 @@ class TrainerSource:
                 raise self._misfit(known.get(name), name, tensor)
             meta = known[name].meta
             if meta.name in wanted:
+                self._check_layout(name, tensor)
                 yield meta, local_part(tensor)
+
+    def _check_layout(self, name: str, tensor: torch.Tensor) -> None:
+        if shard_layout(tensor) != self._layouts.get(name):
+            was, now = ("sharded" if layout else "whole" for layout in (self._layouts.get(name), shard_layout(tensor)))
+            raise ManifestError(
+                f"{name} was {was} on this rank when the weight sync opened, and is {now if now != was else 'sharded otherwise'} "
+                "now: FSDP leaves its root's parameters whole after a forward. Call reshard() on the module before an update, or "
+                "give the module or its state_dict() as source",
+                name=name,
+            )
 
     def _gathered(
         self, manifest: Manifest, names: tuple[str, ...], held: Mapping[str, torch.Tensor], left_out: Container[str]
