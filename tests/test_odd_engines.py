@@ -11,7 +11,7 @@ import torch
 
 import weightsync as ws
 from weightsync.engines.torch_module import TorchModuleAdapter
-from weightsync.errors import EngineStateError
+from weightsync.errors import EngineStateError, ManifestError
 from weightsync.loadmap import LoadMap, Target
 from weightsync.manifest import Manifest
 from weightsync.testing import LocalSync, module_engine
@@ -143,3 +143,75 @@ def test_an_engine_that_shows_nothing_of_its_weights_is_sent_all_of_them() -> No
             engine.held.zero_()  # as after a deep sleep
             sync.update()
             assert torch.equal(engine.held, trainer["w"])
+
+
+def synced(trainer: Tensors, engine: torch.nn.Module, *steps: Any, **config: Any) -> None:
+    """An update, and one after each of *steps*."""
+    settings: dict[str, Any] = {"transport": "shared_memory", "timeout_s": 20} | config
+    with LocalSync([lambda: trainer], [module_engine(engine)], ws.SyncConfig(**settings)) as sync:
+        sync.update()
+        for step in steps:
+            step()
+            sync.update()
+
+
+TRANSPORTS = ["shared_memory", "broadcast", "sharded_shared_memory"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_lazy_conjugates_and_negatives_are_tensors_of_their_own(transport: str) -> None:
+    x, y = torch.randn(4, dtype=torch.complex64), torch.randn(4)
+    trainer = {"a": x, "b": x.conj(), "c": y, "d": torch._neg_view(y)}
+    engine = nested_module({name: torch.zeros(4, dtype=tensor.dtype) for name, tensor in trainer.items()})
+    synced(trainer, engine, lambda: x.mul_(2), transport=transport)
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(tensor, trainer[name].resolve_conj().resolve_neg()), name
+
+
+@pytest.mark.parametrize("apply", ["staged", "streaming"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_element_may_have_any_stride(transport: str, apply: str) -> None:
+    held, kept = torch.randn(3, 5), torch.zeros(3, 5)
+    trainer = {"w": held[1:2, 2], "v": torch.randn(6)}
+    engine = nested_module({"w": kept[1:2, 2], "v": torch.zeros(6)})
+    assert trainer["w"].stride() == (5,)
+    synced(trainer, engine, lambda: held.mul_(3), lambda: held.mul_(3), transport=transport, apply=apply)
+    assert kept[1, 2] == held[1, 2]
+    assert kept.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_parameter_that_has_another_shape_now_is_not_filled_by_broadcasting(transport: str) -> None:
+    trainer, engine = {"scale": torch.randn(1)}, torch.nn.Module()
+    engine.register_buffer("scale", torch.zeros(1))
+
+    def widen() -> None:
+        engine.scale = torch.zeros(3)
+
+    with pytest.raises(ws.WeightSyncError, match=r"scale has shape \[3\] now, the trainers send \[1\]; connect again"):
+        synced(trainer, engine, widen, transport=transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+def test_equal_bits_of_another_dtype_have_changed(side: str, transport: str) -> None:
+    trainer = {"w": torch.randn(100).to(torch.bfloat16)}
+    engine: Any = torch.nn.Module()
+    engine.register_buffer("w", torch.zeros(100, dtype=torch.bfloat16))
+
+    def reinterpret() -> None:
+        if side == "trainer":
+            trainer["w"] = trainer["w"].view(torch.float16)
+        else:
+            engine.w = engine.w.view(torch.float16)
+
+    config = {"skip_unchanged": True, "wire_dtype": {"*": "bfloat16"}, "transport": transport}
+    synced(trainer, engine, lambda: None, reinterpret, **config)
+    assert torch.equal(engine.w, trainer["w"].to(torch.bfloat16).to(engine.w.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_tensor_that_torch_has_quantized_is_refused() -> None:
+    trainer = {"w": torch.quantize_per_tensor(torch.randn(6), 0.1, 3, torch.quint8)}
+    with pytest.raises(ManifestError, match=r"w is quantized by torch.*dequantize\(\)"):
+        synced(trainer, nested_module({"w": torch.zeros(6)}))

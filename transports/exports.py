@@ -87,6 +87,8 @@ class Exports:
                 known.get(meta.name) == tensor.data_ptr()
                 and tensor.dtype == meta.torch_dtype
                 and tensor.is_contiguous()
+                and not tensor.is_conj()
+                and not tensor.is_neg()
             )
             (found if same or self.possible(meta, tensor) else rest).append(item)
         return found, rest

@@ -89,8 +89,10 @@ class WeightChunk:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's row-major bytes as 1-D uint8: a view where it is contiguous, else a copy."""
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -179,7 +179,7 @@ class TieFinder:
         storage = tensor.untyped_storage()
         key = (
             storage.data_ptr(), tensor.device, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
-            tensor.dtype,
+            tensor.dtype, tensor.is_conj(), tensor.is_neg(),
         )  # fmt: skip
         found = self._seen.get(key)
         if found is not None and found[1].alive():  # type: ignore[attr-defined]

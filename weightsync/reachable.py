@@ -72,8 +72,11 @@ class Walk:
         queue: deque[tuple[str, Any]] = deque(_attributes(module, self._skip))
         while queue:
             path, value = queue.popleft()
-            if isinstance(value, float):
-                floats.append(value)
+            if isinstance(value, float | np.floating):
+                floats.append(float(value))
+                continue
+            if isinstance(value, complex | np.complexfloating):
+                floats += [float(value.real), float(value.imag)]
                 continue
             if isinstance(value, _PLAIN) or id(value) in self._listed or id(value) in seen or _is_code(value):
                 continue

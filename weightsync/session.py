@@ -116,9 +116,9 @@ class Session:
     def update(self) -> UpdateReport:
         """Bring every engine to the next version; see `weightsync.update` for what can happen.
 
-        After a failure: a party that was restarted is opened again (where that fails, by the next update; and where some
-        trainers were restarted and others not, the update fails with AgreementError, once), an engine that is gone is left out where the config says so, and what a retry can cure is tried again, `retries` times; each
-        time from the start.
+        After a failure: a party that was restarted is opened again (where that fails, by the next update), an engine
+        that is gone is left out where the config says so, and what a retry can cure is tried again, `retries` times; each
+        time from the start. Where some trainers were restarted and others were not, that is an AgreementError, once.
         """
         failures: list[str] = []
         lost: list[str] = []
@@ -257,7 +257,7 @@ class Session:
             manifest_digest=members.manifest.digest,
             trainers=[party for i, party in enumerate(members.trainers) if i in senders],
             engines=engines,
-            staged=self._staged(engines, verify=verify),
+            staged=self._staged(engines, careful=verify or expected is not None),
             timeout_s=self._config.timeout_s,
             plan_digests=self._links.digests(members.trainers, engines),
             links=links,
@@ -295,8 +295,8 @@ class Session:
         for sent in machine.sent.values():
             self._content.update({contents[id]: digest for id, digest in sent.content_digests.items()})
 
-    def _staged(self, engines: list[str], *, verify: bool) -> bool:
-        """*verify*: so that an engine which held something else does not take the others with it."""
+    def _staged(self, engines: list[str], *, careful: bool) -> bool:
+        """*careful*: where it can be, so that what the trainers turn out to hold, or one engine to have held, harms no engine."""
         needed = self._links.staging_bytes(
             {party: self.engines[party].ranks for party in engines},
             sum(aligned(meta.nbytes) for meta in self._members.manifest.tensors),
@@ -310,7 +310,7 @@ class Session:
                 needed_bytes=needed,
                 limit_bytes=self._config.staging_limit,
             )
-        return fits if verify or self._config.apply == "auto" else self._config.apply == "staged"
+        return fits if careful or self._config.apply == "auto" else self._config.apply == "staged"
 
     def _drive(self, machine: UpdateMachine, *, connect_s: float = 0.0) -> None:
         def note_decision() -> None:

@@ -76,7 +76,7 @@ def tie_key(tensor: DTensor) -> tuple[object, ...]:
     local = _local(tensor)
     return (
         local.untyped_storage()._cdata, local.storage_offset(), local.stride(), local.dtype, tuple(tensor.shape),
-        tensor.placements,
+        tensor.placements, local.is_conj(), local.is_neg(),
     )  # fmt: skip
 
 

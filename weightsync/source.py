@@ -283,6 +283,12 @@ class TrainerSource:
     def _meta(self, name: str, tensor: torch.Tensor) -> TensorMeta:
         if tensor.is_meta:
             raise no_data(name)
+        if tensor.is_quantized:
+            raise ManifestError(
+                f"{name} is quantized by torch ({tensor.dtype}); let the source yield what the engine loads: dequantize(), or "
+                "int_repr() and its scales",
+                name=name,
+            )
         if tensor.layout != torch.strided or type(tensor).__name__ == "ShardedTensor":
             raise ManifestError(
                 f"{name} is a {type(tensor).__name__} with layout {tensor.layout}: the source must yield dense tensors, "

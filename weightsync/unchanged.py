@@ -21,9 +21,11 @@ from weightsync.interfaces import DirectAdapter, EngineAdapter
 from weightsync.loadmap import LoadMap, ModuleGroup
 from weightsync.manifest import Manifest
 from weightsync.placement import Compiled, Live, digests_of
-from weightsync.sharded import local_part
+from weightsync.sharded import local_part, shard_layout
 
 _Flags = np.ndarray[Any, np.dtype[np.bool_]]
+_Seen = tuple[object, ...]
+"""A digest of what a rank has of a tensor, and of which dtype and part it is."""
 
 
 def to_bits(manifest: Manifest, names: Container[str]) -> bytes:
@@ -100,8 +102,8 @@ class SourceDigests:
     def __init__(self) -> None:
         self._compiled: Compiled = {}
         self._version = 0
-        self._committed: dict[str, list[int]] = {}
-        self._now: dict[str, list[int]] | None = None
+        self._committed: dict[str, list[_Seen]] = {}
+        self._now: dict[str, list[_Seen]] | None = None
 
     def read(self, manifest: Manifest, names: Container[str], parts: Mapping[str, torch.Tensor] | None) -> None:
         """Digest what the next update sends.
@@ -117,7 +119,9 @@ class SourceDigests:
         own = [name for name in shares if manifest.aliases.get(name, name) in names or shares[name] is not parts[name]]
         self._now = {}
         for name, digest in zip(own, digests_of([shares[name] for name in own], self._compiled), strict=True):
-            self._now.setdefault(manifest.aliases.get(name, name), []).append(digest)
+            self._now.setdefault(manifest.aliases.get(name, name), []).append(
+                (digest, parts[name].dtype, shard_layout(parts[name]))
+            )
 
     def changed(self, manifest: Manifest, since: int) -> bytes | None:
         """The names that differ from version *since*, as bits; None where that cannot be told."""
@@ -151,20 +155,28 @@ class LiveDigests:
         for copy in load_map.copies:
             self._fed_by.setdefault((copy.module, copy.parameter), set()).add(copy.name)
         self._compiled: Compiled = {}
-        self._known: dict[tuple[str, str], int] = {}
+        self._known: dict[tuple[str, str], _Seen] = {}
 
     def note(self, loaded: Container[str]) -> None:
         """All *loaded* names, ties too, have just been loaded; the others were seen to be as they were."""
         live = self._live()
         new = [place for place in live if any(name in loaded for name in self._fed_by.get(place, ()))]
-        self._known |= dict(zip(new, digests_of([live[place] for place in new]), strict=True))
+        self._known |= self._seen({place: live[place] for place in new})
 
     def hold(self) -> bool:
         """Whether every live tensor is as it was."""
         live = self._live()
         if self._adapter is not None and not live:  # nothing of what it loads can be seen
             return False
-        return dict(zip(live, digests_of(list(live.values()), self._compiled), strict=True)) == self._known
+        return self._seen(live, self._compiled) == self._known
+
+    @staticmethod
+    def _seen(live: Live, compiled: Compiled | None = None) -> dict[tuple[str, str], _Seen]:
+        digests = digests_of(list(live.values()), compiled)
+        return {
+            place: (digest, tensor.dtype, tensor.shape)
+            for (place, tensor), digest in zip(live.items(), digests, strict=True)
+        }
 
     def _live(self) -> Live:
         return self._adapter.live() if self._adapter is not None else {}

@@ -86,6 +86,8 @@ HOLDERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]] =
     "numpy array": (lambda t: t.numpy().copy(), whole),
     "read-only array": (lambda t: np.frombuffer(t.numpy().tobytes()), whole),
     "float": (lambda t: float(t.sum()), whole),
+    "NumPy scalar": (lambda t: np.float32(t.sum().item()), whole),
+    "complex": (lambda t: complex(0.0, float(t.sum())), whole),
     "floats in a list": (lambda t: t.tolist(), whole),
     "attribute of a tensor": (
         lambda t: carried(t),

@@ -103,6 +103,10 @@ class TorchModuleAdapter:
                 values = {id(tensors[name]): (name, value) for name, value in group if name in tensors}
                 for name, value in values.values():
                     tensor = tensors[name]
+                    if tensor.shape != value.shape:
+                        raise EngineStateError(
+                            f"{name} has shape {list(tensor.shape)} now, the trainers send {list(value.shape)}; connect again"
+                        )
                     if not is_sharded(tensor):
                         tensor.detach().copy_(value)
                         continue
