@@ -109,7 +109,8 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     (blocks of the prefix cache, multimodal and encoder outputs), and label outputs with the version."""
     version_salt: bool = False
     """Salt the prefix cache of a vLLM engine with the version, so that blocks of different versions never match, and old ones
-    need not be flushed while requests use them: then leave flush_prefix_cache out of on_commit. Requests that bring a salt keep it, with the version added."""
+    need not be flushed while requests use them: then leave flush_prefix_cache out of on_commit. Requests that bring a salt keep
+    it, with the version added."""
     on_failure: Literal["raise", "poison"] = "raise"
     """When an apply fails on some engines: raise: update() raises. poison: update() returns a report that lists them.
     In both cases they hold mixed weights and refuse to generate until a whole update succeeds, and the others commit."""
