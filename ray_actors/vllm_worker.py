@@ -24,7 +24,8 @@ class WeightSyncWorkerExtension:
         return weights_asleep()
 
     def weightsync_handle(self, payload: bytes) -> bytes:
-        """Bytes in, bytes out, so that no pickling is needed. Answer one control message of `weightsync.messages`; never raises for what a message asks."""
+        """Answer one control message of `weightsync.messages`, bytes in and bytes out, so that no pickling is needed; never raises
+        for what a message asks."""
         if self.weightsync_rank is None:
             adapter = VllmAdapter(self)
             self.weightsync_rank = ReceiverRank(adapter, rank=adapter.rank)

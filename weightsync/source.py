@@ -165,9 +165,9 @@ class TrainerSource:
     ) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """The tensors called *names*: in that order where they are `held`, else as they are made or gathered.
 
-        Those *left_out*, the same on every rank, are not gathered. Ties in *manifest* come once. To be iterated to its end on every rank, whatever happens: other ranks may wait
-        for this one's part in what is made or gathered. A tensor that was gathered is emptied when the next one is
-        asked for.
+        Those *left_out*, the same on every rank, are not gathered. Ties in *manifest* come once. To be iterated to its end
+        on every rank, whatever happens: other ranks may wait for this one's part in what is made or gathered. A tensor
+        that was gathered is emptied when the next one is asked for.
 
         Raises:
             ManifestError: a tensor was not announced, or announced otherwise; after the last one, where tensors are made
