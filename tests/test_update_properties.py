@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from weightsync import messages as m
 from weightsync.config import SyncConfig
-from weightsync.errors import ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
+from weightsync.errors import AgreementError, ErrorInfo, TransportError, UpdateTimeoutError, WeightSyncError
 from weightsync.session import Session
 from weightsync.testing.simulated_engine import SimulatedEngine
 from weightsync.testing.simulation import Fate, SimulatedFleet, Simulation, virtual_time
@@ -220,6 +220,12 @@ def state(engine: SimulatedEngine) -> tuple[Any, ...]:
     return (engine.serves, *ranks)
 
 
+def disagreement(error: WeightSyncError | None) -> str:
+    """On what parties did not agree, where that is the error, or what poisoned engines; else ""."""
+    first = error if isinstance(error, AgreementError) else getattr(error, "__cause__", None)
+    return (first.field or "") if isinstance(first, AgreementError) else ""
+
+
 class Story:
     """A training loop: connect, update, update; with what is expected after each."""
 
@@ -331,13 +337,13 @@ class Story:
         for party in dead if self.config.on_lost_engine == "raise" else ():
             self.session.remove_engine(party)
         error = self.update(step)
-        for _ in range(3):  # do as the error says
-            if "was restarted and may hold other weights" in str(error):
-                error = self.update(step)
-            elif world.late_opening and "another weight sync has taken" in str(error):
+        told = {"restarted"} | ({"session"} if world.late_opening else set())
+        while (field := disagreement(error)) in told:  # do as the error says, once for each
+            told.discard(field)
+            if field == "session":
                 self.session.close()
                 self.connect()
-                error = self.update(step)
+            error = self.update(step)
         assert error is None, repr(error)
         status = self.session.status()
         assert not status["poisoned"]
