@@ -36,7 +36,7 @@ class RayFleet:
         self.engines: list[str] = []
         self._num_engines = 0
         self._calls = RayCalls(self.actors)
-        self._own = identify()
+        self._pid_space = identify().pid_space
         self._sidecars: Sidecars | None = None
         for actor in engines:
             self._name_engine(actor)
@@ -120,7 +120,7 @@ class RayFleet:
         return self._sidecars.addresses(ranks)
 
     def process_state(self, identity: Identity) -> str:
-        if (identity.machine, identity.pids) == (self._own.machine, self._own.pids):
+        if identity.pid_space == self._pid_space:
             return process_state(identity.pid, identity.started)
         if not identity.node:
             return "unknown"

@@ -97,7 +97,7 @@ class BaseVllmSide(EngineSide):
         return [
             f"{rank.load.rank} (pid {rank.identity.pid})"
             for rank in self._ranks
-            if rank.identity.machine == self._own.machine
+            if rank.identity.pid_space == self._own.pid_space
             and process_state(rank.identity.pid, rank.identity.started) == "gone"
         ]
 

@@ -61,6 +61,11 @@ class Exported:
         return self.addresses == addresses_of(items)
 
 
+def _lies_as_it_travels(meta: TensorMeta, tensor: torch.Tensor) -> bool:
+    plain = not tensor.is_conj() and not tensor.is_neg()
+    return plain and tensor.dtype == meta.torch_dtype and tensor.is_contiguous()
+
+
 class Exports:
     """One sender's. What receivers have to know goes through *tell*, once: an allocation, a layout, the end of one."""
 
@@ -83,26 +88,13 @@ class Exports:
         rest: list[Item] = []
         for item in tensors:
             meta, tensor = item
-            same = (
-                known.get(meta.name) == tensor.data_ptr()
-                and tensor.dtype == meta.torch_dtype
-                and tensor.is_contiguous()
-                and not tensor.is_conj()
-                and not tensor.is_neg()
-            )
+            same = known.get(meta.name) == tensor.data_ptr() and _lies_as_it_travels(meta, tensor)
             (found if same or self.possible(meta, tensor) else rest).append(item)
         return found, rest
 
     def possible(self, meta: TensorMeta, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies as it must travel, in memory that can be exported."""
-        if (
-            tensor.dtype != meta.torch_dtype
-            or tensor.device != self._device
-            or not tensor.is_contiguous()
-            or tensor.numel() == 0
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
+        if tensor.device != self._device or tensor.numel() == 0 or not _lies_as_it_travels(meta, tensor):
             return False
         number = self._memory.number_of(tensor.data_ptr())
         if number and number not in self._can_export:

@@ -248,8 +248,7 @@ def _name(rank: int) -> str:
 @cache
 def _place() -> int:
     """A number for the host and namespace in which this process has its pid."""
-    own = identify()
-    return xxhash.xxh3_64_intdigest(f"{own.machine}/{own.pids}".encode()) >> 2
+    return xxhash.xxh3_64_intdigest(identify().pid_space.encode()) >> 2
 
 
 class GlooPayload:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from weightsync.errors import EngineStateError
 from weightsync.interfaces import DirectAdapter
 from weightsync.loadmap import LoadMap
-from weightsync.placement import Place, digests_of
-
-_Mark = tuple[int, torch.dtype, torch.Size]
+from weightsync.placement import Place, marks_of
 
 
 class Held:
@@ -29,14 +25,9 @@ class Held:
                 "the engine shows none of the weights that it computes with: there is nothing to compare"
             )
 
-    def _marks(self) -> dict[Place, _Mark]:
+    def _marks(self) -> dict[Place, tuple[object, ...]]:
         self._adapter.synchronize()
-        live = {place: tensor for place, tensor in self._adapter.live().items() if place in self._paths}
-        digests = digests_of(list(live.values()))
-        return {
-            place: (digest, tensor.dtype, tensor.shape)
-            for (place, tensor), digest in zip(live.items(), digests, strict=True)
-        }
+        return marks_of({place: tensor for place, tensor in self._adapter.live().items() if place in self._paths})
 
     def changed(self) -> list[str]:
         """Paths of those that are not as they were."""

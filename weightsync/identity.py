@@ -46,6 +46,11 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     started: int = 0
     """When the process started, in clock ticks since boot; tells it from a later one with the same pid."""
 
+    @property
+    def pid_space(self) -> str:
+        """Equal for processes that know each other by their pids."""
+        return f"{self.machine}/{self.pids}"
+
     def __str__(self) -> str:
         node = f"node {self.node[:8]}, " if self.node else ""
         return f"{node}host {self.host}, pid {self.pid}"

@@ -98,6 +98,15 @@ def digests_of(tensors: Sequence[torch.Tensor], compiled: Compiled | None = None
     return found
 
 
+def marks_of(live: Live, compiled: Compiled | None = None) -> dict[Place, tuple[object, ...]]:
+    """Of each: a digest, its dtype and its shape, which are equal where it holds the same. *compiled* as for `digests_of`."""
+    digests = digests_of(list(live.values()), compiled)
+    return {
+        place: (digest, tensor.dtype, tensor.shape)
+        for (place, tensor), digest in zip(live.items(), digests, strict=True)
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class SetCopies:
     """What a set's tensors need in one launch, and what torch has to cast afterwards."""

@@ -20,7 +20,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.interfaces import DirectAdapter, EngineAdapter
 from weightsync.loadmap import LoadMap, ModuleGroup
 from weightsync.manifest import Manifest
-from weightsync.placement import Compiled, Live, digests_of
+from weightsync.placement import Compiled, Live, digests_of, marks_of
 from weightsync.sharded import local_part, shard_layout
 
 _Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -161,22 +161,14 @@ class LiveDigests:
         """All *loaded* names, ties too, have just been loaded; the others were seen to be as they were."""
         live = self._live()
         new = [place for place in live if any(name in loaded for name in self._fed_by.get(place, ()))]
-        self._known |= self._seen({place: live[place] for place in new})
+        self._known |= marks_of({place: live[place] for place in new})
 
     def hold(self) -> bool:
         """Whether every live tensor is as it was."""
         live = self._live()
         if self._adapter is not None and not live:  # nothing of what it loads can be seen
             return False
-        return self._seen(live, self._compiled) == self._known
-
-    @staticmethod
-    def _seen(live: Live, compiled: Compiled | None = None) -> dict[tuple[str, str], _Seen]:
-        digests = digests_of(list(live.values()), compiled)
-        return {
-            place: (digest, tensor.dtype, tensor.shape)
-            for (place, tensor), digest in zip(live.items(), digests, strict=True)
-        }
+        return marks_of(live, self._compiled) == self._known
 
     def _live(self) -> Live:
         return self._adapter.live() if self._adapter is not None else {}

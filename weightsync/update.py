@@ -246,19 +246,23 @@ class UpdateMachine:
                     )
             if reply.poisoned:
                 self.was_poisoned.add(party)
-            is_ahead = reply.version >= self.version and (party in self._engines or self._expected is None)
-            if is_ahead if not self._verify else reply.version != self.version:
-                text = (
-                    f"{rank} is at version {reply.version}, which is to be verified is {self.version}"
-                    if self._verify
-                    else f"{rank} is at version {reply.version} already, the update is to {self.version}"
-                )
+            if text := self._misfit(party, rank, reply.version):
                 return self._on_failure(party, AgreementError(text, rank=rank, field="version"), now)
             if reply.changed is not None:
                 self._changed[party] = reply.changed
         if all(isinstance(reply, m.Prepared) and reply.holds and not reply.poisoned for reply in replies):
             self._holders.add(party)
         return self._done(party, now)
+
+    def _misfit(self, party: str, rank: str, version: int) -> str:
+        """Why *rank* of *party* cannot take part at the *version* that it has; "" where it can."""
+        if self._verify:
+            return (
+                "" if version == self.version else f"{rank} is at version {version}, {self.version} is to be verified"
+            )
+        if version >= self.version and (party in self._engines or self._expected is None):
+            return f"{rank} is at version {version} already, the update is to {self.version}"
+        return ""
 
     def _on_transfer(self, party: str, replies: Sequence[m.Reply], now: float) -> list[Command]:
         if party in self._trainers:
